@@ -14,7 +14,7 @@ train() { # NAME SPEEDUPS OPTIONS…
     touch "$out/$1/done"
 }
 train full 1
-train skipdecode 1,2,3,4,5 --decay linear
+train skipdecode 1,2,3,4,5 --decay linear --horizon 32
 train multi_exit 1,2,3,4,5 --method multi_exit
 "${PYTHON:-.venv/bin/python}" experiments/compare.py "$out/full" --task e2e --data "$data" --speedups 2,3,4,5 \
     --output "$out/table" "skipdecode=$out/skipdecode" "multi_exit=$out/multi_exit" "calm=$out/multi_exit"

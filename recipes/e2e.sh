@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains the demo model: recipes/e2e.sh DATA_DIR OUTPUT_DIR
 # DATA_DIR holds the E2E release (trainset.csv, devset.csv, testset_w_refs.csv). The same command resumes a killed run.
-# OUTPUT_DIR/demo is what lies in src/skipdecode/demo. Many hours on two cores.
+# OUTPUT_DIR/demo is a model like the one in src/skipdecode/demo, whose depths were fitted to the lengths of responses.
+# Many hours on two cores.
 set -euo pipefail
 data=$(realpath "$1") out=$(realpath -m "$2")
 cd "$(dirname "$0")/.."

@@ -38,7 +38,7 @@ def main(
     """Write FILE, one conversation a line."""
     checkpoint = Checkpoint.resolve(model)
 
-    def write(prompts, options):  # type: ignore[no-untyped-def]
+    def write(prompts, options, name):  # type: ignore[no-untyped-def]
         job = GenerationJob(
             checkpoint,
             prompts,
@@ -50,7 +50,7 @@ def main(
             load={"dtype": "bfloat16"},
             engine=engine,
         )
-        with tqdm(desc="questions") as bar:
+        with tqdm(desc=name) as bar:
             return write_with_job(job, bar)
 
     asked = user_messages(checkpoint, questions, write, typer.echo)

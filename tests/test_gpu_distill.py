@@ -21,7 +21,7 @@ PARTS |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 16, "vocab_size": 256}
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 12, "vocab_size": 256}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, "initializer_range": 0.08}
     rope = {"rope_type": "default", "rope_theta": 1e5}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_parameters=rope, rms_norm_eps=1e-5)).eval()
@@ -44,23 +44,23 @@ def model(llama: LlamaForCausalLM) -> Model:
 
 @pytest.fixture(scope="module")
 def texts(model: Model) -> list[Text]:
-    prompts = [np.random.default_rng(size).integers(3, 256, 4 + size % 16) for size in range(40)]
-    return list(zip(prompts, Decoder(model, 40, 64).write(prompts, 40, 1.0), strict=True))
+    prompts = [np.random.default_rng(size).integers(3, 256, 4 + size % 8) for size in range(20)]
+    return list(zip(prompts, Decoder(model, 20, 64).write(prompts, 20, 1.0), strict=True))
 
 
 def test_logits_are_those_of_transformers(model: Model, llama: LlamaForCausalLM) -> None:
-    ids = torch.randint(0, 256, (3, 50))
+    ids = torch.randint(0, 256, (3, 20))
     with torch.no_grad():
         ours = norm(model.states(ids)[-1], model.norm) @ model.embedding.T
         torch.testing.assert_close(ours, llama(ids).logits, rtol=0, atol=1e-4)
 
 
 def test_decode_steps_write_what_a_cached_loop_writes(model: Model, llama: LlamaForCausalLM) -> None:
-    prompts = [np.arange(3, 3 + size) * 7 % 256 for size in (9, 2, 30, 17)]
-    written = Decoder(model, rows=6, length=100).write(prompts, 70, whole=True)
+    prompts = [np.arange(3, 3 + size) * 7 % 256 for size in (9, 2, 30)]
+    written = Decoder(model, rows=4, length=100).write(prompts, 40, whole=True)
     for prompt, text in zip(prompts, written, strict=True):
         ids = torch.from_numpy(prompt)[None]
-        options = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+        options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
         theirs = llama.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert text.tolist() == theirs[0, len(prompt) :].tolist()
 
@@ -90,7 +90,7 @@ def test_gradient_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["lora4", "all"])
 def test_private_layers_change_nothing_at_first(kind: str, model: Model, texts: list[Text]) -> None:
-    batch = Batch(model, texts[:8])
+    batch = Batch(model, texts[:4])
     start = Form("maps", model, {}).weights
     first, second = (Form(each, model, start).distance(batch)[0] for each in ("maps", kind))
     assert torch.equal(first, second)
@@ -101,12 +101,12 @@ def test_a_saved_state_goes_on(
 ) -> None:
     monkeypatch.setattr("learn.FILE_BYTES", 200_000)
     form = Form("lora4", model, {})
-    stream = batches(texts[8:], 1024, np.random.default_rng(0))
-    form.fit([Batch(model, next(stream)) for _ in range(3)])
-    before = measure(form, texts[:8])
-    for _ in range(20):
+    stream = batches(texts[4:], 512, np.random.default_rng(0))
+    form.fit([Batch(model, next(stream))])
+    before = measure(form, texts[:4])
+    for _ in range(5):
         form.step(Batch(model, next(stream)), 1.0)
-    assert all(measure(form, texts[:8])[speed][0] < before[speed][0] for speed in before)
+    assert all(measure(form, texts[:4])[speed][0] < before[speed][0] for speed in before)
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:  # the second is written by the form that the first one gives
         folder.mkdir()

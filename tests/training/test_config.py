@@ -32,16 +32,13 @@ def test_a_file_and_options_make_the_same_run(tmp_path: Path) -> None:
     assert TrainConfig.create(tmp_path / "again.yaml") == config
 
 
-def test_an_adapter_has_defaults_of_its_own() -> None:
-    args = TrainConfig.create(model="demo").arguments()
+def test_train_and_distill_have_defaults_of_their_own() -> None:
+    """And any field of transformers goes through."""
+    args = TrainConfig.create(model="demo", adam_beta2=0.98, max_grad_norm=3.0, eval_steps=0).arguments()
     assert (args.per_device_train_batch_size, args.learning_rate) == (32, 5e-5)
+    assert (args.adam_beta2, args.max_grad_norm, args.eval_strategy) == (0.98, 3.0, "no")
     args = DistillConfig.create(model="demo").arguments()
     assert (args.per_device_train_batch_size, args.learning_rate) == (8, 1.5e-3)
-
-
-def test_any_field_of_transformers_goes_through() -> None:
-    args = TrainConfig.create(model="demo", adam_beta2=0.98, max_grad_norm=3.0, eval_steps=0).arguments()
-    assert (args.adam_beta2, args.max_grad_norm, args.eval_strategy) == (0.98, 3.0, "no")
 
 
 @pytest.mark.parametrize(
@@ -55,11 +52,12 @@ def test_any_field_of_transformers_goes_through() -> None:
         (TrainConfig, {"method": "d3"}, "multi_exit"),
         (TrainConfig, {"method": "multi_exit", "order": "even"}, "its own loss"),
         (TrainConfig, {"method": "multi_exit", "distill_weight": 0.5}, "its own loss"),
-        (TrainConfig, {"horizon": 9}, "--decay linear"),
+        (TrainConfig, {"horizon": 9}, "--decay and --horizon go together"),
+        (TrainConfig, {"decay": "linear"}, "the longest response"),
         (TrainConfig, {"teacher": "demo"}, "--distill-weight"),
         (TrainConfig, {"distill_weight": 1, "speedups": "2,3"}, "keeps the full model"),
         (TrainConfig, {"distill_weight": 1, "speedups": "1,2", "speedup_weights": "0,1"}, "keeps the full model"),
-        (TrainConfig, {"prompt_layers": "all"}, "prompt_layers"),
+        (TrainConfig, {"prompt_layers": "all"}, "--prompt-layers takes numbers"),
         (DistillConfig, {"speedups": "1,2"}, "1x is the model itself"),
         (DistillConfig, {"adapter": "fast", "bottom_layers": 2}, "has its layers"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,12 +137,12 @@ def test_training_comes_nearer_to_the_full_model(
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(distilling, "fit_bypasses", lambda adapter, batches: None)  # bypasses that do nothing
-    options = {"num_texts": 80, "max_new_tokens": 16, "speedups": "4", "max_steps": 40, "learning_rate": 5e-3}
+    options = {"num_texts": 60, "max_new_tokens": 12, "speedups": "4", "max_steps": 25, "learning_rate": 1e-2}
     said: list[str] = []
     (after,) = distill(tmp_path / "model", prompts, tmp_path / "out", said.append, **options)
     assert said[0].startswith("this takes about ")
-    assert "for 80 texts" in said[0]
-    assert "for 40 steps" in said[0]
+    assert "for 60 texts" in said[0]
+    assert "for 25 steps" in said[0]
     (before,) = [line for line in said if line.startswith("4x before training: KL ")]
     assert after.kl < 0.9 * float(before.split()[4])
     assert f"4x now: KL {after.kl:.3f}" in " ".join(said)
@@ -150,22 +151,21 @@ def test_training_comes_nearer_to_the_full_model(
 def test_texts_are_kept_when_only_training_changes(
     trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--overwrite with another learning rate; the forecast leaves nothing in the model."""
-    distill(checkpoint, prompts, tmp_path)
-    assert (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
+    """--overwrite with another learning rate."""
+    folder = shutil.copytree(trained, tmp_path / "copy")
     monkeypatch.setattr(distilling, "forecast", lambda *a: pytest.fail("texts were written again"))
-    distill(checkpoint, prompts, tmp_path, overwrite=True, learning_rate=1e-4)
-    assert (tmp_path / WEIGHTS).read_bytes() != (trained / WEIGHTS).read_bytes()
+    distill(checkpoint, prompts, folder, overwrite=True, learning_rate=1e-4)
+    assert (folder / WEIGHTS).read_bytes() != (trained / WEIGHTS).read_bytes()
 
 
 def test_a_chat_model_needs_no_prompts(checkpoint: Path, tmp_path: Path) -> None:
     """Each text answers a message that the model wrote before."""
     model, tokenizer = skipdecode.load(str(checkpoint))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}a{% endfor %}"
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "model")
-    # Random weights seldom end a message: of 200 some do.
-    distill(tmp_path / "model", None, tmp_path / "out", num_texts=200)
+    # Random weights often write an "a", which ends a message here.
+    distill(tmp_path / "model", None, tmp_path / "out", num_texts=60, max_steps=1, max_new_tokens=4)
     rows = [json.loads(line) for line in (tmp_path / "out" / "self_generated.jsonl").read_text().splitlines()]
     assert rows
     for row in rows:

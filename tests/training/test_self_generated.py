@@ -78,13 +78,25 @@ def test_no_text_is_learned_whose_prompt_is_held_out(prompts: int, each: int, mo
         assert {*learned, *held} == {*texts}
 
 
-def test_texts_are_written_at_the_temperature_of_their_prompts() -> None:
+@pytest.mark.parametrize(
+    ("count", "prompts", "temperature"),
+    [(5, ["a", "b", "c", "a", "b"], 0.5), (2, ["a", "b"], 0.5), (2, ["a", "b"], 0.3), (3, [""] * 3, 1.0)],
+)
+def test_texts_are_written_at_the_temperature_of_their_prompts(
+    checkpoint: Path, tmp_path: Path, count: int, prompts: list[str], temperature: float
+) -> None:
     """From the begin-of-text token alone they are as the model's own distribution has them."""
-    assert own.text_options(["a", "b"], 9)["temperature"] == 0.5
-    assert own.text_options(["a"], 9)["temperature"] == 1
-    assert own.text_options(["a"], 9, 0.3) == own.SAMPLING | {"temperature": 0.3, "max_new_tokens": 9}
-    assert own.spread(["a", "b", "c"], 5) == ["a", "b", "c", "a", "b"]
-    assert own.spread(["a", "b", "c", "d"], 2) == ["a", "c"]
+    source = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in "abc")) if prompts[0] else None
+
+    def write(given: Any, options: dict[str, Any], name: str) -> list[Completion]:
+        assert given == prompts
+        assert options == own.SAMPLING | {"temperature": temperature, "max_new_tokens": 9}
+        return completions(*(f" {i}" for i in range(count)))
+
+    base = Checkpoint.resolve(str(checkpoint))
+    chosen = temperature if temperature == 0.3 else None
+    texts = own.self_generate(base, source, JSONL, count, 9, chosen, write, str)
+    assert [text.prompt for text in texts] == prompts
 
 
 def never(*_: Any) -> Any:
@@ -111,7 +123,7 @@ def test_a_chat_model_writes_its_users_messages(checkpoint: Path, begin: str) ->
     tokenizer.bos_token = "<s>"
     tokenizer.chat_template = begin + "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 
-    def write(prompts: Any, options: dict[str, Any]) -> list[Completion]:
+    def write(prompts: Any, options: dict[str, Any], name: str) -> list[Completion]:
         assert prompts == [f"{'<s>' if begin else ''}<user>"] * 4
         assert options["stop_strings"] == ["<end>"]
         assert options["max_new_tokens"] == 96 // 4
@@ -127,11 +139,10 @@ def test_texts_are_learned_as_they_were_written(checkpoint: Path, tmp_path: Path
     """Nothing between a prompt and its text, no end where a text was cut; ``train --data`` reads the file too."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     options = own.SAMPLING | {"temperature": 1.0, "max_new_tokens": 12}
-    prompts = own.spread(TEXTS[:8], 48)
+    prompts = TEXTS[:8] * 6
     job = GenerationJob(Checkpoint.resolve(checkpoint), prompts, speedup=1, options=options)
     texts = own.keep_texts(prompts, job.run().completions, str)
     own.save_texts(tmp_path / "texts.jsonl", texts)
-    assert own.load_texts(tmp_path / "texts.jsonl") == texts
     assert read_examples(tmp_path / "texts.jsonl", JSONL, "train") == texts
     assert {each.cut for each in texts} == {False, True}
     for each, row in zip(texts, encoded(texts, tokenizer, as_written=True), strict=True):
@@ -145,7 +156,7 @@ def test_conversations_go_through_the_file(tmp_path: Path) -> None:
     """Line separators in a text are no ends of lines."""
     texts = [Example((Message("user", "a\u2028b"),), ("c\u2028d",)), Example("e", ("f",), cut=True)]
     own.save_texts(tmp_path / "texts.jsonl", texts)
-    assert own.load_texts(tmp_path / "texts.jsonl") == texts
+    assert read_examples(tmp_path / "texts.jsonl", JSONL, "train") == texts
 
 
 class Killed(BaseException):
@@ -155,7 +166,7 @@ class Killed(BaseException):
 def test_texts_that_a_killed_run_wrote_are_kept(checkpoint: Path, tmp_path: Path) -> None:
     """Killed between two batches, or once all are written: none is written twice."""
     options = own.SAMPLING | {"temperature": 1.0, "max_new_tokens": 6}
-    prompts = own.spread(TEXTS[:6], 12)
+    prompts = TEXTS[:6] * 2
     base = Checkpoint.resolve(checkpoint)
     job = GenerationJob(base, prompts, tmp_path / "raw.jsonl", speedup=1, batch_size=4, options=options)
     written: list[int] = []

@@ -7,24 +7,25 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, train_tokenizer, write_examples
 from skipdecode import Schedule
+from skipdecode.data.tasks import Example
 from skipdecode.errors import DataError, DivergedError, ModelError, UsageError
 from skipdecode.loading.load import Checkpoint
-from skipdecode.model.config import CONFIG_KEY, config_schedules, trained_method
+from skipdecode.model.config import CONFIG_KEY, config_schedules, set_entry, to_config_entry, trained_method
 from skipdecode.training import train as training
 from skipdecode.training.config import TrainConfig
-from skipdecode.training.fitting import batch_lengths, fit
-from skipdecode.training.trainer import SkipTrainer
+from skipdecode.training.trainer import SkipTrainer, StopBySignal
 
 SHORT: dict[str, Any] = {"batch_size": 4, "max_steps": 1, "eval_steps": 0, "speedups": "1,2,4"}
 
@@ -41,14 +42,22 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_result_is_a_stock_directory_that_carries_its_schedules(
-    checkpoint: Path, data: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def trained(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three steps, by the command line. Read it, or copy it to change it."""
+    output = tmp_path_factory.mktemp("trained") / "out"
+    words = ["--learning-rate", 1e-3, "--bottom-layers", 2, "--seed", 3, "--batch-size", 4, "--max-steps", 3]
+    words += ["--eval-steps", 2, "--speedups", "1,2,4", "--data", data, "--output", output]
+    done = run("train", checkpoint, *words)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def test_the_result_is_a_stock_directory_that_carries_its_schedules(trained: Path) -> None:
     """transformers loads it as any model; generate runs the speed that was asked for, and 2x without."""
-    stock = train(checkpoint, data, tmp_path / "out", max_steps=3, eval_steps=2, max_eval_samples=3)
-    expected = {float(k): Schedule.for_speedup(k, 8) for k in (1, 2, 4)}
-    assert config_schedules(stock.config) == expected
-    model, tokenizer = skipdecode.load(str(tmp_path / "out"))
+    stock = AutoModelForCausalLM.from_pretrained(trained)
+    assert config_schedules(stock.config) == {float(k): Schedule.for_speedup(k, 8, warmup=2) for k in (1, 2, 4)}
+    model, tokenizer = skipdecode.load(str(trained))
     assert stock.state_dict().keys() == model.state_dict().keys()
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": -1}
     for speedup, depth in ((None, 4), (2, 4), (4, 2), (1, 8)):
@@ -56,74 +65,62 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedules(
         assert written.stats.average_depth == depth
 
 
-def test_the_command_line_and_python_make_the_same_run(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    ours = train(checkpoint, data, tmp_path / "python", learning_rate=1e-3, bottom_layers=2, seed=3)
-    words = ["train", checkpoint, "--data", data, "--output", tmp_path / "line", "--learning-rate", 1e-3, "--seed", 3]
-    words += ["--bottom-layers", 2, "--batch-size", 4, "--max-steps", 1, "--eval-steps", 0, "--speedups", "1,2,4"]
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert torch.equal(weights(ours), weights(AutoModelForCausalLM.from_pretrained(tmp_path / "line")))
-    other = run(*words[:-1], "1,2,3")
+def test_the_command_line_and_python_make_the_same_run(
+    trained: Path, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"learning_rate": 1e-3, "bottom_layers": 2, "seed": 3, "max_steps": 3, "eval_steps": 2}
+    ours = train(checkpoint, data, tmp_path, **options)
+    assert torch.equal(weights(ours), weights(AutoModelForCausalLM.from_pretrained(trained)))
+    other = run("train", checkpoint, "--data", data, "--output", tmp_path, "--speedups", "1,2,3")
     assert other.returncode == 2
-    assert "another speedups" in other.stderr
+    assert "holds a run with another" in other.stderr
 
 
-def test_depths_that_fall_are_fitted_to_the_responses(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """Or take the paper's budgets over a horizon; the prompt runs fewer layers if asked."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    config = train(checkpoint, data, tmp_path / "fitted", decay="linear", order="even").config
-    tokens = [len(tokenizer(" " + each.references[0]).input_ids) + 1 for each in EXAMPLES]
-    expected = fit(8, 2, batch_lengths(tokens, 4), order="even", decay="linear")
-    assert config_schedules(config)[2] == expected
-    config = train(checkpoint, data, tmp_path / "out", decay="cosine", horizon=10, prompt_layers="max").config
-    assert config_schedules(config)[4] == Schedule.for_speedup(4, 8, 10, decay="cosine", prompt_layers="max")
+def test_a_trained_model_keeps_its_schedules(trained: Path, data: Path, tmp_path: Path) -> None:
+    """Those that it has, unless other ones are asked for; new ones keep its order; 1x alone takes all out."""
+
+    def chosen(before: Mapping[float, Schedule], **options: Any) -> dict[float, Schedule]:
+        model_config = AutoConfig.from_pretrained(trained)
+        set_entry(model_config, to_config_entry(before, "skipdecode"))
+        return training.choose_schedules(TrainConfig.create(model="", **options), model_config)
+
+    order = (0, 7, 3, 5, 1, 2, 4, 6)
+    before = {2.0: Schedule.for_speedup(2, 8, 9, decay="linear", order=order)}
+    assert chosen(before, speedups="2,4") == before | {4.0: Schedule.for_speedup(4, 8, order=order)}
+    falling = chosen({}, speedups="4", decay="cosine", horizon=10, prompt_layers="max")
+    assert falling == {4.0: Schedule.for_speedup(4, 8, 10, decay="cosine", prompt_layers="max")}
+    assert chosen(before, speedups="2", decay="constant") == {2.0: Schedule.for_speedup(2, 8, order=order)}
+    assert chosen(before, speedups="4", method="multi_exit") == {4.0: Schedule.for_speedup(4, 8, order="bottom")}
+    assert not hasattr(train(trained, data, tmp_path, speedups="1").config, CONFIG_KEY)
 
 
-def test_a_trained_model_keeps_its_schedules(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """Those that it has; new ones keep its order; training at 1x alone takes all out."""
-    train(checkpoint, data, tmp_path / "a", order="0,7,3,5,1,2,4,6", decay="linear", horizon=9, speedups="2")
-    config = train(tmp_path / "a", data, tmp_path / "b", speedups="2,4").config
-    before = config_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "a").config)
-    assert config_schedules(config)[2] == before[2]
-    assert config_schedules(config)[4] == Schedule.for_speedup(4, 8, order=(0, 7, 3, 5, 1, 2, 4, 6))
-    assert not hasattr(train(tmp_path / "b", data, tmp_path / "c", speedups="1").config, CONFIG_KEY)
-
-
-def test_multi_exit_is_named_in_the_config(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    before = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = train(checkpoint, data, tmp_path / "out", method="multi_exit", speedups="2,4", max_steps=2)
-    assert trained_method(model.config) == "multi_exit"
-    assert config_schedules(model.config)[4] == Schedule.for_speedup(4, 8, order="bottom")
-    assert not torch.equal(weights(model), weights(before))
+@pytest.fixture(scope="module")
+def half(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint in fp16, whose weights AdamW would make NaN."""
+    folder = tmp_path_factory.mktemp("half")
+    AutoModelForCausalLM.from_pretrained(checkpoint).half().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"bf16": True},
-        {"gradient_accumulation_steps": 2},
-        {"attn_implementation": "eager"},
+        {"bf16": True, "gradient_accumulation_steps": 2, "attn_implementation": "sdpa"},
         {"distill_weight": 0.5},
         {"distill_weight": 1, "teacher": "itself"},
+        {"method": "multi_exit", "speedups": "2,4", "eval_steps": 2},
     ],
     ids=str,
 )
-def test_ways_to_train(checkpoint: Path, data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_ways_to_train(half: Path, checkpoint: Path, data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """Each changes the weights, and leaves float32 that is finite."""
     options = {name: str(checkpoint) if value == "itself" else value for name, value in options.items()}
-    after = train(checkpoint, data, tmp_path / "out", max_steps=2, learning_rate=1e-2, **options)
+    after = train(half, data, tmp_path / "out", max_steps=2, learning_rate=1e-2, **options)
     assert after.dtype == torch.float32
     assert torch.isfinite(weights(after)).all()
-    assert not torch.equal(weights(AutoModelForCausalLM.from_pretrained(checkpoint)), weights(after))
-
-
-def test_a_half_precision_checkpoint_trains_in_float32(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """fp16 weights with AdamW end as NaN."""
-    AutoModelForCausalLM.from_pretrained(checkpoint).half().save_pretrained(tmp_path / "half")
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "half")
-    model = train(tmp_path / "half", data, tmp_path / "out", max_steps=2, learning_rate=1e-3)
-    assert model.dtype == torch.float32
-    assert torch.isfinite(weights(model)).all()
+    assert not torch.equal(weights(AutoModelForCausalLM.from_pretrained(half)), weights(after))
+    assert trained_method(after.config) == options.get("method", "skipdecode")
 
 
 def test_losses_fall(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,23 +133,12 @@ def test_losses_fall(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: 
         return seen[-1]
 
     monkeypatch.setattr(SkipTrainer, "evaluate", recorded)
-    train(checkpoint, data, tmp_path / "out", max_steps=30, eval_steps=3, learning_rate=1e-2)
+    train(checkpoint, data, tmp_path / "out", max_steps=20, eval_steps=20, eval_on_start=True, learning_rate=1e-2)
     for speedup in (1, 2, 4):
         assert seen[-1][f"eval_{speedup}x_loss"] < 0.9 * seen[0][f"eval_{speedup}x_loss"]
 
 
 # --- what is told before weights are loaded, or before the first step
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"prompt_layers": 2, "speedups": "2"}, "prompt_layers"), ({"speedups": "9"}, "1 to the number of layers")],
-)
-def test_schedules_that_cannot_be_are_refused(
-    checkpoint: Path, data: Path, tmp_path: Path, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        train(checkpoint, data, tmp_path / "out", **options)
 
 
 def test_what_cannot_be_trained_is_refused(
@@ -180,11 +166,15 @@ def test_what_would_make_saving_fail_is_told_before_the_first_step(
         train(tmp_path / "model", data, tmp_path / "out")
 
 
-def test_rows_that_the_model_has_no_positions_for_are_counted(checkpoint: Path, tmp_path: Path) -> None:
-    rows = write_examples(tmp_path / "rows.jsonl", [*EXAMPLES, EXAMPLES[0].__class__("the", ("the cat " * 100,))])
+def test_rows_that_the_model_has_no_positions_for_are_counted(checkpoint: Path) -> None:
     said: list[str] = []
-    train(checkpoint, rows, tmp_path / "out", said.append)
-    assert any("1 examples are left out: over 96 tokens" in line for line in said)
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    long = Example("the", ("the cat " * 100,))
+    data = training.trainer_data(model, tokenizer, [*EXAMPLES, long], [], said.append)
+    assert len(data["train_dataset"]) == len(EXAMPLES)
+    assert said == ["1 examples are left out: over 96 tokens, the model's positions"]
+    with pytest.raises(DataError, match="no example fits"):
+        training.trainer_data(model, tokenizer, [long], [], said.append)
 
 
 # --- runs that are killed
@@ -192,18 +182,6 @@ def test_rows_that_the_model_has_no_positions_for_are_counted(checkpoint: Path, 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it, and nothing is written after it."""
-
-
-class At(TrainerCallback):
-    """Does something at the end of a step, before anything of it is saved."""
-
-    def __init__(self, step: int, action: Any) -> None:
-        self.step, self.action = step, action
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called when the step's weights are there and nothing is written."""
-        if state.global_step == self.step:
-            self.action()
 
 
 def killed() -> None:
@@ -224,35 +202,47 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-RUN: dict[str, Any] = {"speedups": "1,2,3", "learning_rate": 1e-2, "warmup_steps": 0, "save_steps": 3}
+RUN: dict[str, Any] = {"speedups": "1,2,3", "learning_rate": 1e-2, "warmup_steps": 0, "save_steps": 3, "eval_steps": 4}
+RUN |= {"max_steps": 10}
+
+
+@pytest.fixture(scope="module")
+def whole(with_dropout: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """Weights of an unbroken run."""
+    return weights(train(with_dropout, data, tmp_path_factory.mktemp("whole") / "out", **RUN))
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, step: int, action: Any, *given: Any, **options: Any) -> None:
-    """A run in which something happens at a step."""
-    init = SkipTrainer.__init__
+    """A run in which something happens at the end of a step, before anything of it is saved."""
+    end = StopBySignal.on_step_end
 
-    def with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.add_callback(At(step, action))
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == step:
+            action()
+        end(self, args, state, control, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SkipTrainer, "__init__", with_callback)
+        patch.setattr(StopBySignal, "on_step_end", on_step_end)
         train(*given, **options)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(
-    accumulation: int, with_dropout: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accumulation: int,
+    whole: torch.Tensor,
+    with_dropout: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the bit: rows, speeds and dropout; killed in the first epoch, in the second, and once all steps are done."""
-    options = RUN | {"max_steps": 10, "batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
-    options |= {"eval_steps": 4}
-    whole = weights(train(with_dropout, data, tmp_path / "whole", **options))
+    options = RUN | {"batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    if accumulation > 1:
+        whole = weights(train(with_dropout, data, tmp_path / "whole", **options))
     for step in (2, 5, 8):
         with pytest.raises(Killed):
             interrupted(monkeypatch, step, killed, with_dropout, data, tmp_path / "out", **options)
-        for unfinished in ("checkpoint-99",):  # killed while it was written
-            (tmp_path / "out" / unfinished).mkdir(exist_ok=True)
+        (tmp_path / "out" / "checkpoint-99").mkdir(exist_ok=True)  # killed while it was written
     said: list[str] = []
     resumed = train(with_dropout, data, tmp_path / "out", said.append, **options)
     assert any("checkpoint-6" in line for line in said)
@@ -263,11 +253,15 @@ def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_step_under_way(
-    number: int, with_dropout: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    whole: torch.Tensor,
+    with_dropout: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever --save-steps is. Whoever handled the signal before then gets it, and the run goes on from there."""
-    options = RUN | {"save_steps": 100, "max_steps": 7}
-    whole = weights(train(with_dropout, data, tmp_path / "whole", **options))
+    options = RUN | {"save_steps": 100}
     taken: list[int] = []
     before = signal.signal(number, lambda number, _: taken.append(number))
     try:
@@ -281,13 +275,13 @@ def test_a_signal_saves_the_step_under_way(
     finally:
         signal.signal(number, before)
     assert not (tmp_path / "out" / "config.json").exists()
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] in (["checkpoint-4"], ["checkpoint-5"])
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
     assert torch.equal(weights(train(with_dropout, data, tmp_path / "out", **options)), whole)
 
 
 def test_a_diverged_run_saves_nothing(with_dropout: Path, data: Path, tmp_path: Path) -> None:
     """--overwrite starts anew, with other options too."""
-    options = RUN | {"max_steps": 30, "save_steps": 100}
+    options = RUN | {"save_steps": 100}
     with pytest.raises(DivergedError, match="lower --learning-rate"):
         train(with_dropout, data, tmp_path / "out", **options | {"learning_rate": 1e9})
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -28,7 +28,7 @@ def train(
     decay: Annotated[str, Option(help="Fall of the depth: constant, linear, cosine, exponential, power, step.")] = (
         "constant"
     ),
-    horizon: Annotated[int | None, Option(min=1, help="Tokens of the fall; default: fitted to responses.")] = None,
+    horizon: Annotated[int | None, Option(min=1, help="Tokens over which the depth falls, with --decay.")] = None,
     prompt_layers: o.PromptLayers = None,
     distill_weight: Annotated[float, Option(min=0, max=1, help="Weight of the KL divergence from the teacher.")] = 0.0,
     teacher: Annotated[str | None, Option(help="Model to distil from; default: this one at 1x.")] = None,

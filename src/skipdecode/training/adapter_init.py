@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,38 +18,28 @@ RIDGE = 0.01
 
 
 class Moments:
-    """Sums from which the best affine map from ``x`` to ``y`` follows, in float64.
-
-    Args:
-        size: number of features of ``x`` and of ``y``.
-    """
+    """Sums from which the best affine map from ``x`` to ``y`` follows, both of ``size`` features, in float64."""
 
     def __init__(self, size: int) -> None:
-        self.count = 0
-        self.x = torch.zeros(size, dtype=torch.float64)
-        self.y = torch.zeros(size, dtype=torch.float64)
-        self.xx = torch.zeros(size, size, dtype=torch.float64)
-        self.xy = torch.zeros(size, size, dtype=torch.float64)
+        self.size = size
+        self.sums = torch.zeros(size + 1, 2 * size + 1, dtype=torch.float64)  # (x, 1) times (x, y, 1)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, both (samples, size)."""
         x = x.cpu().double()  # Apple's GPUs have no float64
-        y = y.cpu().double()
-        self.count += len(x)
-        self.x += x.sum(0)
-        self.y += y.sum(0)
-        self.xx += x.T @ x
-        self.xy += x.T @ y
+        one = x.new_ones(len(x), 1)
+        self.sums += torch.cat([x, one], 1).T @ torch.cat([x, y.cpu().double(), one], 1)
 
     def solve(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """A (size, rank), B (rank, size) and c (size) of ``y = (x A) B + c``.
 
         Of all maps of this rank, it has the least squared error with the ridge penalty (reduced-rank regression).
         """
-        mean_x = self.x / self.count
-        mean_y = self.y / self.count
-        xx = self.xx / self.count - torch.outer(mean_x, mean_x)
-        xy = self.xy / self.count - torch.outer(mean_x, mean_y)
+        means = self.sums / self.sums[-1, -1]
+        mean_x, mean_y = means[-1, :-1].split(self.size)
+        xx, xy = means[:-1, :-1].split(self.size, 1)
+        xx = xx - torch.outer(mean_x, mean_x)
+        xy = xy - torch.outer(mean_x, mean_y)
         xx += RIDGE * xx.diagonal().mean() * torch.eye(len(xx), dtype=torch.float64)
         full = torch.linalg.solve(xx, xy)
         # The directions of ``y`` in which the fitted values vary most.
@@ -68,18 +57,15 @@ def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch]) -> None:
         adapter: that of the model that runs the batches.
         batches: texts that the model wrote.
     """
-    by_layers: dict[tuple[int, ...], Schedule] = {}
-    for schedule in adapter.schedules.values():
-        for depth in schedule.distinct_depths:
-            by_layers[schedule.layers(depth)] = schedule.flat(depth)
+    schedules = [schedule.flat(depth) for schedule in adapter.schedules.values() for depth in schedule.distinct_depths]
+    spans = [skipped_spans(schedule.layers(schedule.max_depth), adapter.num_layers) for schedule in schedules]
     fitted: set[SkippedSpan] = set()
-    for place in range(adapter.num_layers):
-        # The span at this place from the bottom, of each set of layers: spans below it are fitted already.
+    for place in range(max(map(len, spans))):
+        # The span at this place from the bottom, of each schedule: spans below it are fitted already.
         todo: dict[SkippedSpan, Schedule] = {}
-        for layers, schedule in by_layers.items():
-            spans = skipped_spans(layers, adapter.num_layers)
-            if place < len(spans) and spans[place] not in fitted:
-                todo.setdefault(spans[place], schedule)
+        for schedule, own in zip(schedules, spans, strict=True):
+            if place < len(own) and own[place] not in fitted:
+                todo.setdefault(own[place], schedule)
         for span, moments in _moments(todo, batches, below=place > 0).items():
             bypass: Any = adapter.bypasses[str(span)]
             down, up, bias = moments.solve(bypass.down.shape[1])
@@ -98,16 +84,9 @@ def _moments(
     """
     found: dict[SkippedSpan, Moments] = {}
     for batch in batches if spans else ():
-        # Only the last position's logits, unless the model would then leave positions out of layers that share KV.
-        few: Any = {} if kv_shared_layers(batch.model.config) else {"logits_to_keep": 1}
-        with _hidden_states(batch, {end for span in spans for end in span}) as full:
-            batch.logits(**few)
+        full = _hidden_states(batch, None, {end for span in spans for end in span})
         for span, schedule in spans.items():
-            given = full[span.start]
-            if below:
-                with _hidden_states(batch, {span.start}) as here:
-                    batch.logits(schedule, **few)
-                given = here[span.start]
+            given = _hidden_states(batch, schedule, {span.start})[span.start] if below else full[span.start]
             size = given.shape[-1]
             x = given[batch.counted].reshape(-1, size)
             y = (full[span.stop] - given)[batch.counted].reshape(-1, size)
@@ -115,25 +94,24 @@ def _moments(
     return found
 
 
-@contextmanager
-def _hidden_states(batch: PrefilledBatch, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Context within which the newest pass over the texts leaves layers' inputs, (batch, R, …, size).
+def _hidden_states(batch: PrefilledBatch, schedule: Schedule | None, before: Collection[int]) -> dict[int, Tensor]:
+    """Layers' inputs in a pass over the texts, (batch, R, …, size).
 
     A layer that a position skips passes its input on, so each entry holds all R positions. Positions of some models
     (Gemma 3n) have several hidden states.
 
     Args:
         batch: whose model and texts of R positions.
+        schedule: of the pass; None: the full model.
         before: indices of layers; the number of layers stands for the last one's output.
     """
     layers = decoder_layers(batch.model)
     rows, width = batch.batch["input_ids"].shape
     width -= batch.prompt
-    gates = gates_of(batch.model)
     seen: dict[int, Tensor] = {}
 
     def keep(index: int, hidden: Tensor) -> None:
-        axis = gates.axis(hidden, (rows, width))
+        axis = gates_of(batch.model).axis(hidden, (rows, width))
         seen[index] = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
 
     def before_layer(index: int) -> Any:
@@ -143,10 +121,10 @@ def _hidden_states(batch: PrefilledBatch, before: Collection[int]) -> Iterator[d
         keep(len(layers), output[0] if isinstance(output, tuple) else output)
 
     hooks = [layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True) for i in before if i < len(layers)]
-    if len(layers) in before:
-        hooks.append(layers[-1].register_forward_hook(after_last))
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks.append(layers[-1].register_forward_hook(after_last))
+    # Only the last position's logits, unless the model would then leave positions out of layers that share KV.
+    few: Any = {} if kv_shared_layers(batch.model.config) else {"logits_to_keep": 1}
+    batch.logits(schedule, **few)
+    for hook in hooks:
+        hook.remove()
+    return seen

@@ -12,12 +12,13 @@ for number, batch in enumerate(loader):
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import TrainerCallback
 
 from ..errors import UsageError
@@ -42,6 +43,7 @@ class Skipping(TrainerCallback):
 
     Attributes:
         schedules: by target speed-up; empty before there is a model.
+        current: that of passes now; None: all layers run.
 
     Raises:
         UsageError: the arguments contradict each other; in a pass: the rows have no labels, or hold several texts.
@@ -58,8 +60,6 @@ class Skipping(TrainerCallback):
         seed: int = 0,
         **style: Any,
     ) -> None:
-        if not speedups or (weights is not None and len(weights) != len(speedups)):
-            raise UsageError("Skipping needs speed-ups, and as many weights, if any")
         if isinstance(speedups, Mapping) and style:
             raise UsageError(f"schedules have their own {', '.join(style)}: give one of the two")
         self.speedups = speedups
@@ -68,10 +68,9 @@ class Skipping(TrainerCallback):
         self.style = style
         self.model: Any = None
         self.schedules: dict[float, Schedule] = dict(speedups) if isinstance(speedups, Mapping) else {}
-        self._schedule: Schedule | None = None
-        self._aligned: AlignedRows | None = None  # of the newest pass
+        self.current: Schedule | None = None
+        self._restore: Callable[[Any], Any] | None = None  # columns of the newest pass's outputs
         self._pass = ExitStack()  # gates of the newest pass: they stay for its backward pass, which may recompute
-        self._step = ExitStack()  # the trainer's step
         if model is not None:
             self.attach(model)
 
@@ -79,8 +78,6 @@ class Skipping(TrainerCallback):
         """Put gates on the model, and the schedules into its config; the callback does so when training begins."""
         if model is self.model:
             return
-        if self.model is not None:
-            raise UsageError("this Skipping belongs to another model: make one for each")
         config: Any = attach(model).config
         if not self.schedules:
             trained = config_schedules(config)
@@ -104,13 +101,13 @@ class Skipping(TrainerCallback):
     @contextmanager
     def at(self, schedule: Schedule | float) -> Iterator[None]:
         """Context in which the model's passes skip layers by a schedule or a target, as for a validation loss."""
-        before = self._schedule
-        self._schedule = schedule if isinstance(schedule, Schedule) else self.schedules[schedule]
+        before = self.current
+        self.current = schedule if isinstance(schedule, Schedule) else self.schedules[schedule]
         try:
             yield
         finally:
             self._pass.close()
-            self._schedule = before
+            self.current = before
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Attach to the trainer's model. Raises UsageError for packed rows and for DataParallel."""
@@ -122,103 +119,77 @@ class Skipping(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a step."""
-        self._step.close()
-        self._step.enter_context(self.step(state.global_step))
+        self.current = self.drawn(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step."""
-        self._step.close()
+        self._pass.close()
+        self.current = None
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._schedule is None:
+        if self.current is None:
             return None
         prompt_length = kwargs.pop("prompt_length", None)
-        self._aligned = None
+        self._restore = None
         if prompt_length is None:  # else a Collator has aligned the prompts
-            if args:
-                raise UsageError("name the model's inputs in training: model(input_ids=…, labels=…)")
-            self._aligned = AlignedRows(kwargs)
-            kwargs = self._aligned.inputs()
-            prompt_length = self._aligned.prompt_length
+            kwargs, prompt_length, self._restore = align(kwargs)
         self._pass.close()
-        self._pass.enter_context(teacher_forced(model, self._schedule, prompt_length))
+        self._pass.enter_context(teacher_forced(model, self.current, prompt_length))
         return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if self._schedule is None or self._aligned is None:
+        if self.current is None or self._restore is None:
             return None
-        return self._aligned.outputs(output)
+        return self._restore(output)
 
 
-class AlignedRows:
-    """Rows that are shifted so that all prompts end in the same column, and the way back for the outputs.
+def align(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int, Callable[[Any], Any]]:
+    """Inputs whose rows are rolled so that all prompts end in one column, that column, and the way back for outputs.
 
     Args:
-        kwargs: the model's inputs: ``input_ids`` and ``labels`` (batch, width), maybe ``attention_mask`` and others.
-
-    Attributes:
-        prompt_length: width of the prompt block after the shift.
+        inputs: the model's: ``input_ids`` and ``labels`` (batch, width), maybe ``attention_mask`` and others.
 
     Raises:
-        UsageError: there are no labels; a row's mask or labels have gaps, or it holds several texts.
+        UsageError: there are no labels, or a row has several responses.
+        CacheError: a row holds several texts.
     """
+    refuse_packed(inputs)
+    ids, labels = inputs["input_ids"], inputs.get("labels")
+    if labels is None or labels.shape != ids.shape:
+        raise UsageError("a training pass needs labels of the ids' shape, to show where prompts end")
+    for name in ("logits_to_keep", "output_attentions", "output_hidden_states"):
+        if inputs.get(name):
+            raise UsageError(f"{name} cannot be given: rows are rolled for the pass")
+    learned = (labels != -100).int()
+    if (pad(learned, (1, 0)).diff().eq(1).sum(1) > 1).any():
+        raise UsageError("a row has labels in several places: it holds one prompt and one response")
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask.long()
+    width = ids.shape[1]
+    end = width - mask.flip(1).argmax(1)
+    first = torch.where(learned.any(1), learned.argmax(1), end)
+    first = torch.maximum(first, mask.argmax(1) + 1)  # no logits predict a text's first token
+    prompt_length = int(first.max())
+    shifts = (prompt_length - first).tolist()
+    wider = max(prompt_length + int((end - first).max()) - width, 0)
 
-    def __init__(self, kwargs: Mapping[str, Any]) -> None:
-        refuse_packed(dict(kwargs))
-        ids = kwargs.get("input_ids")
-        labels = kwargs.get("labels")
-        if ids is None or labels is None or labels.shape != ids.shape:
-            raise UsageError("a training pass needs input_ids, and labels of the same shape to show where prompts end")
-        for name in ("logits_to_keep", "output_attentions", "output_hidden_states"):
-            if kwargs.get(name):
-                raise UsageError(f"{name} cannot be given: rows are shifted for the pass")
-        mask = kwargs.get("attention_mask")
-        self.mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        learned = (labels != -100) & self.mask
-        if not learned.any():
-            raise UsageError("no row of the batch has a label: there is nothing to learn")
-        columns = torch.arange(ids.shape[1], device=ids.device)
-        start = self.mask.int().argmax(1)
-        end = start + self.mask.sum(1)
-        first = torch.where(learned.any(1), learned.int().argmax(1), end)
-        last = torch.where(learned, columns, -1).amax(1)
-        if (self.mask != ((columns >= start[:, None]) & (columns < end[:, None]))).any():
-            raise UsageError("a row's attention_mask has gaps: a row holds one text")
-        if (learned.sum(1) != (last - first + 1).clamp(min=0)).any():
-            raise UsageError("a row has labels in several places: it holds one prompt and one response")
-        prompt = (first - start).clamp(min=1)  # no logits predict the first token
-        self.kwargs = kwargs
-        self.prompt_length = int(prompt.max())
-        # Column c of a shifted row is column c - shift of the given row.
-        self.shift = (self.prompt_length - prompt - start)[:, None]
-        size = self.prompt_length + int((end - start - prompt).max().clamp(min=0))
-        source = torch.arange(size, device=ids.device) - self.shift
-        self.real = (source >= start[:, None]) & (source < end[:, None])
-        self.source = source.clamp(0, ids.shape[1] - 1)
+    rolled = {**inputs, "attention_mask": mask}
+    for name, value in rolled.items():
+        if isinstance(value, Tensor) and value.shape == ids.shape:
+            rolled[name] = roll_rows(pad(value, (0, wider), value=-100 if name == "labels" else 0), shifts)
+    rolled["position_ids"] = (rolled["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
-    def inputs(self) -> dict[str, Any]:
-        """Inputs with shifted rows; padding repeats tokens, which no other attends to."""
-        shifted = dict(self.kwargs)
-        for name, value in self.kwargs.items():
-            if isinstance(value, Tensor) and value.shape == self.mask.shape:
-                shifted[name] = value.gather(1, self.source)
-        shifted["labels"] = shifted["labels"].masked_fill(~self.real, -100)
-        shifted["attention_mask"] = self.real.long()
-        shifted["position_ids"] = (shifted["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        return shifted
-
-    def outputs(self, output: Any) -> Any:
-        """The model's output with the columns of its tensors, such as logits, where they were; padding is 0."""
-        rows, size = self.source.shape
-        for name, value in output.items() if isinstance(output, Mapping) else ():
-            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == rows:
-                missing = size - value.shape[1]  # 1: one per predicted token, none for the last column
+    def restore(output: Any) -> Any:
+        for name, value in output.items():
+            if isinstance(value, Tensor) and value.ndim > 1 and len(value) == len(shifts):
+                missing = width + wider - value.shape[1]  # 1: one per predicted token, none for the last column
                 if missing in (0, 1):
-                    output[name] = self._back(value, self.mask[:, missing:])
+                    output[name] = roll_rows(value, [-shift for shift in shifts])[:, : width - missing]
         return output
 
-    def _back(self, value: Tensor, real: Tensor) -> Tensor:
-        source = (torch.arange(real.shape[1], device=value.device) + self.shift).clamp(0, value.shape[1] - 1)
-        per_column = (*source.shape, *[1] * (value.ndim - 2))
-        index = source.view(per_column).expand(-1, -1, *value.shape[2:])
-        return value.gather(1, index) * real.view(per_column)
+    return rolled, prompt_length, restore
+
+
+def roll_rows(rows: Tensor, shifts: Sequence[int]) -> Tensor:
+    """Each row of ``rows`` (batch, width, …) rolled right by its number of columns."""
+    return torch.stack([row.roll(shift, 0) for row, shift in zip(rows, shifts, strict=True)])

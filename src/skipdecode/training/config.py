@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -54,8 +54,9 @@ class RunConfig:
         trainer: fields of transformers' TrainingArguments.
     """
 
-    verb: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
+    #: Options that are fields of new schedules, and their names there.
+    style_options: ClassVar[dict[str, str]] = {"order": "order", "bottom_layers": "warmup"}
 
     model: str
     output: str
@@ -69,10 +70,9 @@ class RunConfig:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("speedups", "speedup_weights", "order"):
+        for name, kind in (("speedups", float), ("speedup_weights", float), ("order", int)):
             value = getattr(self, name)
             if value is not None and value not in ORDERS:
-                kind = int if name == "order" else float
                 object.__setattr__(self, name, _numbers(name, value, kind))
         if self.speedup_weights and len(self.speedup_weights) != len(self.speedups or ()):
             raise UsageError("--speedup-weights needs a number for each of --speedups")
@@ -80,30 +80,26 @@ class RunConfig:
     @property
     def style(self) -> dict[str, Any]:
         """Fields of new schedules that the user set."""
-        values = {"order": self.order, "warmup": self.bottom_layers}
+        values = {name: getattr(self, option) for option, name in self.style_options.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def create(cls: type[Config], file: str | Path | None = None, **options: Any) -> Config:
-        """Configuration from a YAML file, from options that replace the file's, or from both.
+        """Configuration from a YAML file and from options, which replace the file's.
 
         Keys are the fields of this class and of transformers' TrainingArguments; ``batch_size`` is its
-        ``per_device_train_batch_size``.
-
-        Raises:
-            FileError: the file cannot be read, or holds no options.
-            UsageError: there is no such option, or it cannot have its value.
+        ``per_device_train_batch_size``. Raises FileError, and UsageError for an unknown option or a wrong value.
         """
-        values = (_read_yaml(Path(file)) if file else {}) | options
+        values = (_read_yaml(file) if file else {}) | options
         own = {each.name for each in fields(cls)} - {"trainer"}
         known = TrainingArguments.__dataclass_fields__.keys() | {"batch_size"}
         for name in values.keys() - own - known:
             near = difflib.get_close_matches(str(name), own | known, n=1)
             raise UsageError(f"there is no option {name!r}{f': did you mean {near[0]}?' if near else ''}")
-        trainer = {name: value for name, value in values.items() if name not in own}
+        trainer = {name: values.pop(name) for name in values.keys() - own}
         if "batch_size" in trainer:
             trainer["per_device_train_batch_size"] = trainer.pop("batch_size")
-        return cls(**{name: value for name, value in values.items() if name in own}, trainer=trainer)
+        return cls(**values, trainer=trainer)
 
     def arguments(self) -> TrainingArguments:
         """TrainingArguments of the run."""
@@ -117,8 +113,8 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All options as values for JSON, those of TrainingArguments beside the others."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trainer"}
-        return json.loads(json.dumps(own | dict(self.trainer)))
+        values = asdict(self)
+        return json.loads(json.dumps(values | values.pop("trainer")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +133,10 @@ class TrainConfig(RunConfig):
         (1.0, 2.0)
     """
 
-    verb = "train"
     defaults: ClassVar[dict[str, Any]] = {"learning_rate": 5e-5, "per_device_train_batch_size": 32}
+    style_options: ClassVar[dict[str, str]] = RunConfig.style_options | {
+        name: name for name in ("decay", "horizon", "prompt_decay", "prompt_layers")
+    }
 
     output: str = "trained"
     speedups: tuple[float, ...] = (1.0, 2.0)
@@ -147,7 +145,7 @@ class TrainConfig(RunConfig):
     response_column: str | None = None
     prompt_share: float | None = None
     method: str = "skipdecode"
-    decay: str = "constant"
+    decay: str | None = None
     horizon: int | None = None
     prompt_decay: int | None = None
     prompt_layers: str | int | None = None
@@ -156,28 +154,19 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.prompt_layers, str) and self.prompt_layers.isdecimal():
-            object.__setattr__(self, "prompt_layers", int(self.prompt_layers))
-        elif isinstance(self.prompt_layers, str) and self.prompt_layers != "max":
-            raise UsageError(f"prompt_layers is max or a number of layers, not {self.prompt_layers}")
+        if self.prompt_layers not in (None, "max"):
+            object.__setattr__(self, "prompt_layers", _numbers("prompt_layers", self.prompt_layers, int)[0])
         if self.method not in ("skipdecode", "multi_exit"):
             raise UsageError(f"--method is skipdecode or multi_exit, not {self.method}")
         if self.method == "multi_exit" and (self.style or self.distill_weight or self.speedup_weights):
             raise UsageError("multi_exit trains all exits by its own loss: no layers, weights or distillation with it")
-        if self.horizon is not None and self.decay == "constant":
-            raise UsageError("--horizon is for a depth that falls: give --decay linear")
+        if (self.horizon is None) != (self.decay in (None, "constant")):
+            raise UsageError("--decay and --horizon go together: a depth falls over, say, the longest response")
         if self.teacher is not None and not self.distill_weight:
             raise UsageError("--teacher needs --distill-weight")
         drawn = dict(zip(self.speedups, self.speedup_weights or self.speedups, strict=True))
         if self.distill_weight == 1 and self.teacher is None and not drawn.get(1.0):
             raise UsageError("nothing keeps the full model in place: give --teacher, or 1 among --speedups")
-
-    @property
-    def style(self) -> dict[str, Any]:
-        """Fields of new schedules that the user set."""
-        values = {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
-        style = super().style | {name: value for name, value in values.items() if value is not None}
-        return style if self.decay == "constant" else style | {"decay": self.decay}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +177,6 @@ class DistillConfig(RunConfig):
         UsageError: options contradict each other.
     """
 
-    verb = "distill"
     defaults: ClassVar[dict[str, Any]] = {"learning_rate": 1.5e-3, "per_device_train_batch_size": 8}
 
     output: str = "fast"
@@ -216,21 +204,19 @@ def claim_output(config: RunConfig, fingerprint: str, overwrite: bool) -> Path |
         fingerprint: of the model's files.
         overwrite: delete what the run before left, but texts of the same options.
 
-    Raises:
-        UsageError: the folder holds another run.
-        FileError: the folder holds a model that no run wrote.
+    Raises UsageError if the folder holds another run, FileError if it holds a model that no run wrote.
     """
     folder = Path(config.output)
-    record = {"verb": config.verb, "fingerprint": fingerprint} | config.to_dict()
+    record = {"config": type(config).__name__, "fingerprint": fingerprint} | config.to_dict()
     before = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
     if not before and any(folder.glob("*.safetensors")):
         raise FileError(f"{folder} holds a model that no run wrote: give another --output")
-    differs = {name for name in before | record if before.get(name) != record.get(name)} if before else set()
+    differs = {name for name in before | record if before and before.get(name) != record.get(name)}
     if overwrite:
-        old = [*folder.glob("checkpoint-*")]
-        old += folder.glob("self_generated*") if differs.intersection(TEXT_OPTIONS) else []
-        for path in old:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in folder.glob("checkpoint-*"):
+            shutil.rmtree(path)
+        for path in folder.glob("self_generated*") if differs.intersection(TEXT_OPTIONS) else ():
+            path.unlink()
     elif differs := differs.difference(FREE):
         raise UsageError(f"{folder} holds a run with another {min(differs)}: give another --output, or --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,16 +227,15 @@ def claim_output(config: RunConfig, fingerprint: str, overwrite: bool) -> Path |
 
 def _numbers(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     """Numbers of a sequence, of text like ``1,2.5``, or one."""
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
     try:
-        return tuple(kind(item) for item in items)
-    except (TypeError, ValueError):
+        return tuple(kind(item) for item in re.findall(r"[^\s,()\[\]]+", str(value)))
+    except ValueError:
         raise UsageError(f"--{name.replace('_', '-')} takes numbers with commas between, not {value!r}") from None
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def _read_yaml(file: str | Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise FileError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from ..data.chat import Prompt
 from ..data.collator import batches, batches_of
+from ..data.examples import read_examples
 from ..data.tasks import Example, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
@@ -24,6 +25,7 @@ from ..evaluation.divergence import Divergence, divergence
 from ..generation.generate import generate_ids, max_positions
 from ..generation.job import GenerationJob
 from ..hub.custom_generate import write_custom_generate
+from ..loading.device import synchronize
 from ..loading.load import Checkpoint
 from ..model.adapter import Adapter, read_adapter, save_adapter
 from ..model.attach import attach
@@ -35,11 +37,9 @@ from . import self_generated as texts
 from .adapter_init import fit_bypasses
 from .config import DistillConfig, claim_output
 from .losses import DistillationModel
-from .self_generated import Say
-from .train import encode, run
-from .trainer import DistillationTrainer, TextCollator
-
-logger = logging.getLogger(__name__)
+from .self_generated import Say, log
+from .train import run, trainer_data
+from .trainer import DistillationTrainer
 
 #: The texts, in the run's folder.
 TEXTS = "self_generated.jsonl"
@@ -49,7 +49,7 @@ FITTED = 64
 STEPS = 8
 
 
-def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger.warning) -> list[Divergence]:
+def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -> list[Divergence]:
     """Learn an adapter from self-generated texts, and save it in ``config.output``; the model stays as it is.
 
     A killed run goes on with its texts and its newest checkpoint.
@@ -63,10 +63,7 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
         Divergence from the full model at each speed-up, on texts that were held out.
 
     Raises:
-        UsageError: the options do not fit the model, or the output folder holds another run.
-        ScheduleError: a schedule cannot be made.
-        DataError: the prompts are missing, or no text is left to learn from.
-        ModelError: the model cannot be loaded, or cannot skip layers.
+        SkipDecodeError: options, prompts, model or output folder do not fit.
         DivergedError: the loss is not finite; earlier checkpoints stay.
     """
     checkpoint = Checkpoint.resolve(config.model, config.adapter)
@@ -80,21 +77,16 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
     if not (folder / TEXTS).exists():
         if args.world_size > 1:
             raise UsageError("one process writes the texts: run this once without accelerate, until training begins")
-        say(forecast(config, base, base.load(**where), schedules, args))
+        say(forecast(config, base, args, where, schedules))
         gc.collect()  # gates and layers refer to each other: two models would be in memory
         texts.save_texts(folder / TEXTS, write_texts(config, base, args, where, say))
         for raw in folder.glob("self_generated.*.raw.jsonl"):
             raw.unlink()
         gc.collect()
-    learned, held_out = texts.hold_out(texts.load_texts(folder / TEXTS), config.max_eval_samples)
+    learned, held_out = texts.hold_out(read_examples(folder / TEXTS, get_task(), "train"), config.max_eval_samples)
 
     model = base.load(**where, attn_implementation=config.attn_implementation)
     tokenizer = base.tokenizer
-    limit = max_positions(model.config) or sys.maxsize
-    rows = encode(learned, tokenizer, limit, say, as_written=True)
-    evaluated = encode(held_out, tokenizer, limit, say, as_written=True) if held_out else None
-    if evaluated is None:
-        args.eval_strategy = "no"
     torch.manual_seed(args.seed)
     fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
     distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted)
@@ -104,12 +96,9 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
     trainer = DistillationTrainer(
         model=distilled,
         args=args,
-        data_collator=TextCollator(tokenizer.pad_token_id, max_length=limit),
-        processing_class=tokenizer,
         schedules=schedules,
         weights=config.speedup_weights,
-        train_dataset=rows,
-        eval_dataset=evaluated,
+        **trainer_data(model, tokenizer, learned, held_out, say, as_written=True),
     )
     run(trainer, last, say)
     found = report(schedules, measured, "now", say)
@@ -186,23 +175,19 @@ def report(
 
 
 def write_texts(
-    config: DistillConfig, base: Checkpoint, args: TrainingArguments, where: Mapping[str, str], say: Say
+    config: DistillConfig, base: Checkpoint, args: TrainingArguments, where: Mapping[str, Any], say: Say
 ) -> list[Example]:
     """Let the full model write the texts; what it wrote before a kill is kept in the output folder."""
-    task = get_task(config.task)
+    settings: dict[str, Any] = {"speedup": 1, "batch_size": texts_at_once(args), "seed": args.seed, "load": where}
 
-    def write(prompts: Any, options: dict[str, Any], name: str = "texts") -> Any:
+    def write(prompts: Sequence[Prompt], options: dict[str, Any], name: str) -> Any:
         file = Path(config.output) / f"self_generated.{name}.raw.jsonl"
-        settings: dict[str, Any] = {"speedup": 1, "seed": args.seed, "engine": config.engine, "options": options}
-        job = GenerationJob(base, prompts, file, batch_size=texts_at_once(args), load=where, **settings)
+        job = GenerationJob(base, prompts, file, options=options, engine=config.engine, **settings)
         with tqdm(desc=f"self-generated {name}", unit="text", file=sys.stderr) as bar:
             return texts.write_with_job(job, bar)
 
-    write_messages = partial(write, name="messages")
-    prompts = texts.find_prompts(base, config.prompts, task, config.num_texts, write_messages, say)
-    rows = texts.spread(prompts, config.num_texts)
-    options = texts.text_options(prompts, config.max_new_tokens or task.max_new_tokens, config.temperature)
-    return texts.keep_texts(rows, write(rows, options), say)
+    sizes = config.num_texts, config.max_new_tokens, config.temperature
+    return texts.self_generate(base, config.prompts, get_task(config.task), *sizes, write, say)
 
 
 def texts_at_once(args: TrainingArguments) -> int:
@@ -213,33 +198,35 @@ def texts_at_once(args: TrainingArguments) -> int:
 def forecast(
     config: DistillConfig,
     base: Checkpoint,
-    model: PreTrainedModel,
-    schedules: Mapping[float, Schedule],
     args: TrainingArguments,
+    where: Mapping[str, Any],
+    schedules: Mapping[float, Schedule],
 ) -> str:
     """How long texts and training take, from a few timed steps of each, for short prompts and the longest texts."""
     tokenizer = base.tokenizer
-    count = config.num_texts
+    model = base.load(**where)
+    distilled = make_model(model, schedules, config.rank, None, [])
     longest = config.max_new_tokens or get_task(config.task).max_new_tokens
-    at_once = min(texts_at_once(args), count)
+    at_once = min(texts_at_once(args), config.num_texts)
     few = texts.SAMPLING | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
+    rows = [{"prompt_ids": [tokenizer.pad_token_id] * 32, "response_ids": [tokenizer.pad_token_id] * longest}]
+    size = args.train_batch_size
+    (batch,) = batches(rows * size, tokenizer, size, max_positions(model.config), args.device)
     for _ in range(2):  # the first is not counted
         stats = generate_ids(model, tokenizer, encode_prompts(tokenizer, ["The"]) * at_once, None, at_once, **few).stats
+        start = time.perf_counter()
+        teacher = distilled.teacher_output(batch)
+        for schedule in schedules.values():
+            distilled(teacher, schedule).backward()
+        synchronize(args.device)
+        seconds = time.perf_counter() - start
     tokens = longest
     if config.prompts is None and tokenizer.chat_template is not None:
         tokens += texts.LONGEST_MESSAGE
-    writing = stats.decode_seconds / stats.steps * tokens * math.ceil(count / at_once)
-
-    distilled = make_model(model, schedules, config.rank, None, [])
-    pad = tokenizer.pad_token_id
-    for examples, length in ((1, 8), (args.train_batch_size, longest)):  # the first is not counted
-        row = {"prompt_ids": [pad] * 32, "response_ids": [pad] * length}
-        (batch,) = batches([row] * examples, tokenizer, examples, max_positions(model.config), args.device)
-        seconds = distilled.seconds(list(schedules.values()), batch)
-    per_step = args.gradient_accumulation_steps
-    steps = args.max_steps
-    if steps < 1:
-        steps = math.ceil(count * args.num_train_epochs / (args.train_batch_size * per_step))
-    learning = steps * per_step * seconds
+    writing = stats.decode_seconds / stats.steps * tokens * math.ceil(config.num_texts / at_once)
+    size *= args.gradient_accumulation_steps
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(config.num_texts * args.num_train_epochs / size)
+    learning = steps * args.gradient_accumulation_steps * seconds
     whole, *parts = [tqdm.format_interval(part) for part in (writing + learning, writing, learning)]
+    count = config.num_texts
     return f"this takes about {whole} at most: {parts[0]} for {count:,} texts, {parts[1]} for {steps:,} steps"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from ..evaluation.early_exit import read_out
-from ..loading.device import synchronize
 from ..model.adapter import Adapter
-from ..model.attach import attach, teacher_forced
 from ..model.config import num_layers
-from ..model.inspect import decoder_layers
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
@@ -61,7 +57,7 @@ class Distillation(Objective):
 
     def __init__(self, weight: float, teacher: nn.Module | None = None) -> None:
         self.weight = weight
-        self.teacher = None if teacher is None else attach(teacher.eval())
+        self.teacher = None if teacher is None else teacher.eval()
         self._target: Tensor | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
@@ -73,7 +69,7 @@ class Distillation(Objective):
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "prompt_length")}
         training = teacher.training
         teacher.eval()
-        with torch.no_grad(), teacher_forced(teacher, Schedule.full(len(decoder_layers(teacher))), 1):
+        with torch.no_grad():
             self._target = teacher(**inputs).logits
         teacher.train(training)
 
@@ -110,12 +106,10 @@ class ExitLoss(Objective):
 
 
 class TeacherOutput(NamedTuple):
-    """Output of the full model on a batch of texts, which all schedules learn from."""
+    """Output of the full model on a batch of texts: probabilities (batch, R, vocabulary), and their entropies."""
 
     batch: PrefilledBatch
-    #: Probabilities of all tokens, (batch, R, vocabulary).
     target: Tensor
-    #: Entropies of ``target`` in nats, (batch, R).
     entropy: Tensor
 
 
@@ -152,27 +146,12 @@ class DistillationModel(nn.Module):
         return TeacherOutput(prefilled, target, _cross_entropy(logits, target))
 
     def forward(self, teacher: TeacherOutput, schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
-        """Mean KL divergence from the full model, in nats per text token.
-
-        Args:
-            teacher: the full model's output on the batch.
-            schedule: whose layers run.
-            num_items_in_batch: tokens to divide the sum by; None: those of the batch.
-        """
+        """Mean KL divergence of a schedule from the full model, in nats per text token, over all accumulated ones."""
         logits = teacher.batch.logits(schedule).float()
         counted = teacher.batch.counted
         # kl_div would make more copies of the logits, hundreds of megabytes.
         loss = (_cross_entropy(logits, teacher.target) - teacher.entropy)[counted].sum()
         return loss / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-
-    def seconds(self, schedules: Sequence[Schedule], batch: Mapping[str, Any]) -> float:
-        """Seconds of one training step for all ``schedules``; its gradients are added to the adapter's."""
-        start = time.perf_counter()
-        teacher = self.teacher_output(batch)
-        for schedule in schedules:
-            self(teacher, schedule).backward()
-        synchronize(batch["input_ids"].device)
-        return time.perf_counter() - start
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

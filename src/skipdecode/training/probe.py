@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,7 @@ from ..model.inspect import text_config
 from ..schedule import Schedule
 from .adapter_init import fit_bypasses
 from .distill import default_warmup, prefill
-from .self_generated import Say, find_prompts, keep_texts, spread, text_options
-
-logger = logging.getLogger(__name__)
+from .self_generated import Say, log, self_generate
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def probe(
     seed: int = 0,
     dtype: str = "auto",
     device: str | None = None,
-    say: Say = logger.warning,
+    say: Say = log,
 ) -> list[Candidate]:
     """Let a model write texts; fit bypasses to one half of them, and measure :func:`candidates` on the other.
 
@@ -81,9 +78,7 @@ def probe(
         dtype, device: as :func:`skipdecode.load` takes them.
         say: receives messages for the user.
 
-    Raises:
-        UsageError: ``name`` is an adapter, or fewer than four texts can be used.
-        ScheduleError: a speed-up is out of range.
+    Raises UsageError if ``name`` is an adapter, or fewer than four texts can be used.
     """
     checkpoint = Checkpoint.resolve(name)
     if checkpoint.adapter is not None:
@@ -92,15 +87,13 @@ def probe(
     model = checkpoint.load(dtype, device).requires_grad_(False)
     tokenizer = checkpoint.tokenizer
 
-    def write(prompts: Any, options: dict[str, Any]) -> Any:
+    def write(prompts: Any, options: dict[str, Any], name: str) -> Any:
         ids = encode_prompts(tokenizer, prompts)
-        with tqdm(desc="texts", total=len(ids), file=sys.stderr) as bar:
+        with tqdm(desc=name, total=len(ids), file=sys.stderr) as bar:
             options |= {"seed": seed, "on_batch": lambda stats: bar.update(stats.rows)}
             return generate_ids(model, tokenizer, ids, None, 4 * batch_size, **options).completions
 
-    found = find_prompts(checkpoint, prompts, get_task("jsonl"), num_texts, write, say)
-    rows = spread(found, num_texts)
-    texts = keep_texts(rows, write(rows, text_options(found, max_new_tokens)), say)
+    texts = self_generate(checkpoint, prompts, get_task(), num_texts, max_new_tokens, None, write, say)
     if len(texts) < 4:
         raise UsageError(f"probing needs four texts at least: {len(texts)} of {num_texts} can be used")
     half = len(texts) // 2

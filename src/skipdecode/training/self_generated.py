@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,8 +13,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..data.chat import Message, Prompt, around_message, as_json, parse_messages
-from ..data.examples import read_examples, subsample
+from ..data.chat import Message, Prompt, around_message, as_json
+from ..data.examples import read_examples, read_rows, subsample
 from ..data.tasks import Example, Task
 from ..errors import DataError
 from ..files import write
@@ -21,8 +23,6 @@ from ..generation.job import GenerationJob
 from ..generation.stats import Completion
 from ..loading.load import Checkpoint
 
-#: A text is left out if it ends in this many repetitions, together at least so many characters.
-REPEATS, REPEATED = 4, 24
 #: Sampling of texts from the model's own distribution, at a temperature.
 SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 1.0, "top_k": 0}
 #: Sampling of users' messages: small models ask more sensible questions slightly below temperature 1.
@@ -32,9 +32,36 @@ FEW = 200
 #: Longest message, in tokens; longer ones are left out.
 LONGEST_MESSAGE = 128
 
+#: Tells the user something.
 Say = Callable[[str], object]
-#: Writes the texts behind prompts with options of ``model.generate``; None stands for a prompt that is too long.
-Write = Callable[[Sequence[Prompt], dict[str, Any]], Sequence[Completion | None]]
+log = logging.getLogger(__name__).warning
+#: Writes the texts behind prompts with options of ``model.generate``, under a name for the user. None stands for a
+#: prompt that is too long.
+Write = Callable[[Sequence[Prompt], dict[str, Any], str], Sequence[Completion | None]]
+
+
+def self_generate(
+    checkpoint: Checkpoint,
+    source: str | Path | None,
+    task: Task,
+    count: int,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    write: Write,
+    say: Say,
+) -> list[Example]:
+    """Up to ``count`` texts that a model writes behind prompts of ``source``, without those that teach nothing.
+
+    Of many prompts evenly spaced ones are taken, and each of few several times. ``max_new_tokens`` is the task's by
+    default, and ``temperature`` 0.5, where texts are easier to learn; 1 from a single prompt, whose texts would repeat.
+    """
+    prompts = find_prompts(checkpoint, source, task, count, write, say)
+    chosen = subsample(prompts, count)
+    rows = [chosen[i % len(chosen)] for i in range(count)]
+    if temperature is None:
+        temperature = 1.0 if len(chosen) == 1 else 0.5
+    options = SAMPLING | {"temperature": temperature, "max_new_tokens": max_new_tokens or task.max_new_tokens}
+    return keep_texts(rows, write(rows, options, "texts"), say)
 
 
 def find_prompts(
@@ -42,9 +69,8 @@ def find_prompts(
 ) -> list[Prompt]:
     """Prompts of self-generated texts: those of ``source``, else a chat model's own, else the begin-of-text token."""
     if source is not None:
-        prompts = list(
-            dict.fromkeys(example.prompt for example in read_examples(source, task, "train", references=False))
-        )
+        examples = read_examples(source, task, "train", references=False)
+        prompts = list(dict.fromkeys(example.prompt for example in examples))
         if len(prompts) < FEW:
             say(f"{source} has {len(prompts)} different prompts: some hundreds teach more")
         return prompts
@@ -68,27 +94,11 @@ def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
     positions = max_positions(checkpoint.config) or sys.maxsize
     longest = min(LONGEST_MESSAGE, positions // 4)  # the template and the answer need some too
     options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
-    texts = keep_texts([before] * count, write([before] * count, options), say, ended=True)
+    texts = keep_texts([before] * count, write([before] * count, options, "messages"), say, ended=True)
     messages = dict.fromkeys(text.references[0].split(after)[0].strip() for text in texts)
     if not any(messages):
         raise DataError("the model writes no user's message that ends: give --prompts FILE")
     return [(Message("user", message),) for message in messages if message]
-
-
-def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """``count`` prompts: evenly spaced ones if there are more, else each several times."""
-    chosen = subsample(prompts, count)
-    return [chosen[i % len(chosen)] for i in range(count)]
-
-
-def text_options(prompts: Sequence[Prompt], max_new_tokens: int, temperature: float | None = None) -> dict[str, Any]:
-    """Options of ``model.generate`` for texts behind ``prompts``.
-
-    The default temperature is 0.5, where texts are easier to learn; 1 from a single prompt, whose texts would repeat.
-    """
-    if temperature is None:
-        temperature = 1.0 if len(set(prompts)) == 1 else 0.5
-    return SAMPLING | {"temperature": temperature, "max_new_tokens": max_new_tokens}
 
 
 def keep_texts(
@@ -127,14 +137,8 @@ def keep_texts(
 
 
 def ends_in_loop(text: str) -> bool:
-    """Whether a text ends in a repetition: ``REPEATS`` rounds at least, and ``REPEATED`` characters."""
-    for period in range(1, len(text) // REPEATS + 1):
-        same = period
-        while same < len(text) and text[-same - 1] == text[-same - 1 + period]:
-            same += 1
-        if same >= max(REPEATS * period, REPEATED):
-            return True
-    return False
+    """Whether a text ends in four equal pieces of six characters at least."""
+    return re.match(r"(.{6,}?)\1{3}", text[::-1], re.DOTALL) is not None
 
 
 def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[Example]]:
@@ -162,25 +166,15 @@ def write_with_job(job: GenerationJob, bar: tqdm) -> list[Completion | None]:
     file = Path(str(job.output))
     if not file.exists():
         job.run(on_start=start, on_batch=lambda stats: bar.update(stats.rows))
-    rows = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
+    rows = [row for _, row in read_rows(file)]
     return [Completion(row["text"], row["tokens"], row["finish_reason"]) if "text" in row else None for row in rows]
 
 
 def save_texts(file: Path, texts: Sequence[Example]) -> None:
-    """Write texts as JSONL that ``train --data`` reads too."""
+    """Write texts as JSONL, which :func:`~skipdecode.data.examples.read_examples` reads back."""
     lines = []
     for text in texts:
-        row = {"prompt": as_json(text.prompt), "response": text.references[0]}
-        if text.cut:
-            row["finish_reason"] = "length"
+        reason = {"finish_reason": "length"} if text.cut else {}
+        row = {"prompt": as_json(text.prompt), "response": text.references[0]} | reason
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write(file, "".join(lines))
-
-
-def load_texts(file: Path) -> list[Example]:
-    """Texts that :func:`save_texts` wrote."""
-    texts = []
-    for row in (json.loads(line) for line in file.read_text("utf-8").split("\n") if line):
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"])
-        texts.append(Example(prompt, (row["response"],), row.get("finish_reason") == "length"))
-    return texts

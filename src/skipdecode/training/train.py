@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,18 +21,12 @@ from ..loading.load import Checkpoint
 from ..model.config import config_schedules, num_layers, set_entry, to_config_entry, trained_method
 from ..schedule import Schedule, choose_schedule
 from .config import TrainConfig, claim_output
-from .fitting import batch_lengths, fit
 from .losses import Distillation, ExitLoss, Objective
-from .self_generated import Say
-from .trainer import SkipTrainer
-
-logger = logging.getLogger(__name__)
-
-#: Number of training responses that schedules are fitted to.
-MEASURED = 5000
+from .self_generated import Say, log
+from .trainer import SkipTrainer, TextCollator
 
 
-def train(config: TrainConfig, *, overwrite: bool = False, say: Say = logger.warning) -> None:
+def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> None:
     """Fine-tune all weights with the schedule on, and save a stock model whose config holds the schedules.
 
     A killed run resumes from its newest checkpoint in ``config.output``, and ends with the weights of an unbroken run.
@@ -44,39 +37,29 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = logger.war
         say: receives messages for the user.
 
     Raises:
-        UsageError: the options do not fit the model, or the output folder holds another run.
-        ScheduleError: a schedule cannot be made.
-        DataError: the data is missing, does not fit the task, or is longer than the model's positions.
-        ModelError: the model or teacher cannot be loaded, skip layers, or be saved again.
+        SkipDecodeError: options, model, data or output folder do not fit.
         DivergedError: the loss is not finite; earlier checkpoints stay.
     """
     checkpoint = Checkpoint.resolve(config.model)
     if checkpoint.adapter is not None:
         raise UsageError(f"{config.model} is an adapter: train its model, or distill")
     task = get_task(config.task, config.prompt_column, config.response_column, config.prompt_share)
-    training = split_references(read_examples(config.data, task, "train"))
+    learned = split_references(read_examples(config.data, task, "train"))
     args = config.arguments()
     held_out = [] if args.eval_strategy == "no" else read_validation(config, task, say)
     last = claim_output(config, checkpoint.fingerprint, overwrite)
     model = checkpoint.load(dtype="float32", device="cpu", attn_implementation=config.attn_implementation)
     check_saving(model)
     tokenizer = checkpoint.tokenizer
-    limit = max_positions(model.config) or sys.maxsize
-    rows = encode(training, tokenizer, limit, say)
-    if not held_out:
-        args.eval_strategy = "no"
-    schedules = choose_schedules(config, model.config, rows, args.train_batch_size)
+    schedules = choose_schedules(config, model.config)
     set_entry(model.config, to_config_entry(schedules, config.method))
     trainer = SkipTrainer(
         model=model.train(),
         args=args,
-        data_collator=Collator(tokenizer.pad_token_id, max_length=limit),
-        processing_class=tokenizer,
         schedules=schedules,
         weights=config.speedup_weights,
         objective=make_objective(config, model),
-        train_dataset=rows,
-        eval_dataset=encode(held_out, tokenizer, limit, say) if held_out else None,
+        **trainer_data(model, tokenizer, learned, held_out, say),
     )
     run(trainer, last, say)
     model.config.use_cache = True  # the Trainer turns it off
@@ -98,21 +81,11 @@ def read_validation(config: TrainConfig, task: Task, say: Say) -> list[Example]:
         return []
 
 
-def choose_schedules(config: TrainConfig, model_config: Any, rows: Dataset, batch_size: int) -> dict[float, Schedule]:
-    """Schedules to train for: those the model was trained for, unless the user chose others; else new ones.
-
-    Depths that fall do so over ``config.horizon`` steps, or are fitted to the decode steps of the training responses.
-    """
-    layers = num_layers(model_config)
-    style = config.style
-    if config.method == "multi_exit":
-        style["order"] = "bottom"
-    if "decay" in style and config.horizon is None:
-        lengths = batch_lengths([len(ids) for ids in rows[:MEASURED]["response_ids"]], batch_size)
-        return {speedup: fit(layers, speedup, lengths, **style) for speedup in config.speedups}
-    if config.horizon is not None:
-        style["horizon"] = config.horizon
+def choose_schedules(config: TrainConfig, model_config: Any) -> dict[float, Schedule]:
+    """Schedules to train for: those the model was trained for, unless the user chose others; else new ones."""
+    style = config.style | ({"order": "bottom"} if config.method == "multi_exit" else {})
     trained = config_schedules(model_config) if trained_method(model_config) == config.method else {}
+    layers = num_layers(model_config)
     return {speedup: choose_schedule(trained, layers, speedup, **style) for speedup in config.speedups}
 
 
@@ -140,21 +113,35 @@ def check_saving(model: PreTrainedModel) -> None:
         raise ModelError(f"the model's generation_config cannot be saved: set do_sample there ({reason})") from None
 
 
-def encode(
-    examples: Sequence[Example],
+def trainer_data(
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    limit: int,
+    learned: Sequence[Example],
+    held_out: Sequence[Example],
     say: Say,
     *,
     as_written: bool = False,
-) -> Dataset:
-    """Rows of token ids, without examples longer than ``limit``. Raises DataError if none is left."""
-    rows = encoded(examples, tokenizer, limit, as_written=as_written)
-    if not rows:
-        raise DataError(f"no example fits the model's {limit} positions")
-    if len(rows) < len(examples):
-        say(f"{len(examples) - len(rows):,} examples are left out: over {limit:,} tokens, the model's positions")
-    return Dataset.from_list(rows)
+) -> dict[str, Any]:
+    """The Trainer's arguments for examples to learn from and to evaluate with; ``as_written``: by the model itself.
+
+    Examples longer than the model's positions are left out. Raises DataError if none is left.
+    """
+    limit = max_positions(model.config) or sys.maxsize
+
+    def encode(examples: Sequence[Example]) -> Dataset:
+        rows = encoded(examples, tokenizer, limit, as_written=as_written)
+        if not rows:
+            raise DataError(f"no example fits the model's {limit} positions")
+        if len(rows) < len(examples):
+            say(f"{len(examples) - len(rows):,} examples are left out: over {limit:,} tokens, the model's positions")
+        return Dataset.from_list(rows)
+
+    return {
+        "processing_class": tokenizer,
+        "data_collator": (TextCollator if as_written else Collator)(tokenizer.pad_token_id, max_length=limit),
+        "train_dataset": encode(learned),
+        "eval_dataset": encode(held_out) if held_out else None,
+    }
 
 
 def run(trainer: SkipTrainer, last: Path | None, say: Say) -> None:

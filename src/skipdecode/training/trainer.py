@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,44 +34,36 @@ class SkipTrainer(Trainer):
 
     def __init__(
         self,
-        *args: Any,
+        *,
         schedules: Mapping[float, Schedule],
         objective: Objective | None = None,
         weights: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, compute_loss_func=self._loss, **kwargs)
+        if kwargs["eval_dataset"] is None:
+            kwargs["args"].eval_strategy = "no"
+        super().__init__(compute_loss_func=self._loss, **kwargs)
         self.skipping = Skipping(speedups=schedules, weights=weights, seed=self.args.seed)
         self.objective = objective or Objective()
         self.stop = StopBySignal()
         self.add_callback(self.stop)
-        self._evaluated: Schedule | None = None
-        self._step: ExitStack | None = None  # closes at the end of the current training step
         self._attach()
 
     def _attach(self) -> None:
         self.skipping.attach(self.model)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loss of a batch while each layer runs only the positions that it would run in decoding."""
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         keep = inputs["input_ids"].shape[1] - inputs["prompt_length"] + 1
-        inputs = inputs | {"logits_to_keep": keep, "use_cache": False}
-        drawn = self.skipping.drawn(self.state.global_step)
-        if model.training:
-            if self.objective.hidden_states:
-                inputs["output_hidden_states"] = True
-            self.objective.prepare(self.accelerator.unwrap_model(model), inputs, drawn)
-        with ExitStack() as here:
-            (self._step or here).enter_context(self.skipping.at(self._evaluated or self.objective.schedule or drawn))
-            return super().compute_loss(model, inputs, *args, **kwargs)
+        more = {"output_hidden_states": True} if self.objective.hidden_states else {}
+        return super()._prepare_inputs(inputs) | {"logits_to_keep": keep, "use_cache": False} | more
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Training step. Its backward pass may recompute layers, so the gates stay set until its end."""
-        with ExitStack() as self._step:
-            try:
-                loss = super().training_step(*args, **kwargs)
-            finally:
-                self._step = None
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Training step while each layer runs only the positions that it would run in decoding."""
+        inputs = self._prepare_inputs(inputs)
+        drawn = self.skipping.drawn(self.state.global_step)
+        self.objective.prepare(self.accelerator.unwrap_model(model), inputs, drawn)
+        with self.skipping.at(self.objective.schedule or drawn):
+            loss = super().training_step(model, inputs, *args, **kwargs)
         if not torch.isfinite(loss):
             raise DivergedError(f"step {self.state.global_step + 1}: the loss is {loss.item()}: lower --learning-rate")
         return loss
@@ -94,13 +85,11 @@ class SkipTrainer(Trainer):
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Loss at every speed-up; that at the last is ``eval_loss`` too."""
         metrics: dict[str, float] = {}
-        try:
-            for speedup, schedule in self.skipping.schedules.items():
-                self._evaluated = schedule
-                metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
-                metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
-        finally:
-            self._evaluated = None
+        for speedup, schedule in self.skipping.schedules.items():
+            prefix = f"{metric_key_prefix}_{speedup:g}x"
+            with self.skipping.at(schedule):
+                metrics |= super().evaluate(*args, metric_key_prefix=prefix, **kwargs)
+            metrics[f"{metric_key_prefix}_loss"] = metrics[f"{prefix}_loss"]
         return metrics
 
 
@@ -110,10 +99,10 @@ class DistillationTrainer(SkipTrainer):
     The optimizer is Muon: in short runs it brings an adapter nearer to the full model than AdamW.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         options = {"lr": kwargs["args"].learning_rate, "adjust_lr_fn": "match_rms_adamw"}
-        super().__init__(*args, optimizer_cls_and_kwargs=(torch.optim.Muon, options), **kwargs)
-        self._learned: tuple[TeacherOutput, Schedule, float] | None = None
+        super().__init__(optimizer_cls_and_kwargs=(torch.optim.Muon, options), **kwargs)
+        self._learned: tuple[TeacherOutput, float] | None = None
 
     def _attach(self) -> None:
         pass  # the frozen model has gates
@@ -126,28 +115,22 @@ class DistillationTrainer(SkipTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """KL divergence from the full model with the schedule that is learned now, or evaluated."""
-        if self._learned is not None:
-            teacher, schedule, share = self._learned
-            return share * self._over_processes(model(teacher, schedule, num_items_in_batch), num_items_in_batch)
-        teacher = self.accelerator.unwrap_model(model).teacher_output(inputs)
-        loss = self._over_processes(model(teacher, self._evaluated, num_items_in_batch), num_items_in_batch)
+        teacher, share = self._learned or (self.accelerator.unwrap_model(model).teacher_output(inputs), 1.0)
+        loss = share * model(teacher, self.skipping.current, num_items_in_batch)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # the mean over processes follows
         return (loss, {"loss": loss}) if return_outputs else loss
-
-    def _over_processes(self, loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Loss before the mean over processes is taken, where the token count is that of all processes."""
-        counted = self.args.average_tokens_across_devices and num_items_in_batch is not None
-        return loss * self.accelerator.num_processes if counted else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run the full model once, then each schedule forward and back, to hold one graph at a time."""
-        model.train()
         teacher = self.accelerator.unwrap_model(model).teacher_output(self._prepare_inputs(inputs))
         schedules = self.skipping.schedules.values()
         weights = self.skipping.weights or [1.0] * len(schedules)
         losses = []
         for schedule, weight in zip(schedules, weights, strict=True):
             if weight:
-                self._learned = teacher, schedule, weight / sum(weights)
+                self._learned = teacher, weight / sum(weights)
+                self.objective.schedule = schedule
                 losses.append(super().training_step(model, inputs, *args, **kwargs))
         self._learned = None
         return torch.stack(losses).sum()
