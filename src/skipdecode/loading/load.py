@@ -37,6 +37,8 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 #: Patterns of the files that decide what a checkpoint generates.
 FILES = "*.safetensors *.jinja *.model config.json generation_config.json tokenizer* skipdecode_adapter.json"
+#: A file's fingerprint is made from so many blocks of so many bytes; from all of a small file.
+BLOCKS, BLOCK = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,12 @@ class Checkpoint:
             ModelError: ``name`` is a path where no checkpoint is, or ``demo`` is a folder here as well.
             MissingExtra: a GGUF file needs the package ``gguf``.
         """
-        name = str(name)
+        model = name = str(name)
         folder = None if adapter is None else locate_adapter(adapter)
-        model = name
         if name != "demo" and is_adapter(Path(name)):
             folder = folder or Path(name)
             model = _base_model(Path(name))
-        path, gguf_file = _locate(model)
-        return cls(name, path, gguf_file, folder, revision)
+        return cls(name, *_locate(model), folder, revision)
 
     @cached_property
     def config(self) -> Any:
@@ -136,16 +136,23 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the names, sizes and times of the model's and adapter's files, or of the commit on the Hub.
+        """Hash of the names, sizes and sampled bytes of the model's and adapter's files, or of the commit on the Hub.
 
         It tells whether a job goes on with the same model.
         """
-        files = [Path(self.path, self.gguf_file)] if self.gguf_file is not None else _files(Path(self.path))
+        files = [Path(self.path, self.gguf_file)] if self.gguf_file else _files(Path(self.path))
         if self.adapter is not None:
             files += _files(self.adapter)
-        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        known = repr((self.path, getattr(self.config, "_commit_hash", None), states))
-        return hashlib.sha256(known.encode()).hexdigest()[:16]
+        on_hub = None if Path(self.path).is_dir() else (self.path, getattr(self.config, "_commit_hash", None))
+        digest = hashlib.sha256(repr(on_hub).encode())
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as content:
+                for start in range(0, size, max(size // BLOCKS, BLOCK)):
+                    content.seek(start)
+                    digest.update(content.read(BLOCK))
+        return digest.hexdigest()[:16]
 
     def load(
         self,
@@ -159,16 +166,13 @@ class Checkpoint:
         """Model with gates attached and its adapter on. :func:`load` describes the arguments and errors."""
         dtype, device = placement(self.config, dtype, device)
         kind = linear_class(quantization, prepack, device)
-        options: dict[str, Any] = {"dtype": dtype}
-        if attn_implementation:
-            options["attn_implementation"] = attn_implementation
-        offloaded = {} if offload is None else self._offload_options(offload, dtype, device)
-        if offloaded and kind is not None:
+        places = {} if offload is None else self._offload_options(offload, dtype, device)
+        if places and kind is not None:
             raise UsageError("offloaded layers take no int8 or prepacked weights: leave one of these out")
-        if not offloaded and device != "cpu" and is_accelerate_available():
-            options["device_map"] = {"": device}
-        model = self.read_weights(**options, **offloaded).eval()
-        if not offloaded:
+        if device != "cpu" and is_accelerate_available():
+            places = places or {"device_map": {"": device}}
+        model = self.read_weights(dtype=dtype, attn_implementation=attn_implementation, **places).eval()
+        if not places:
             model = model.to(device)
         adapter = None
         if self.adapter is not None:  # compared with the model's weights before these are replaced
@@ -184,10 +188,9 @@ class Checkpoint:
         settings = Offload(offload) if isinstance(offload, str) else offload
         ranking = choose_schedule(self.schedules, self.num_layers).ranking
         named = (self.config.dtype or torch.float32) if dtype == "auto" else dtype
-        kind = getattr(torch, named) if isinstance(named, str) else named
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(deepcopy(self.config), trust_remote_code=False)
-        return settings.options(empty, ranking, kind, device)
+            empty = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=named, trust_remote_code=False)
+        return settings.options(empty, ranking, device)
 
     def read_weights(self, **options: Any) -> PreTrainedModel:
         """Model without gates, by transformers' ``from_pretrained`` with ``options``.
@@ -195,10 +198,8 @@ class Checkpoint:
         Raises:
             ModelError: weights are missing, of another shape, or not in safetensors.
         """
-        options |= self._options
-        if self.gguf_file is None:
-            options["use_safetensors"] = True
-        elif options.get("dtype", "auto") == "auto":  # as transformers has it for files that end with .gguf
+        options |= self._options | {"use_safetensors": self.gguf_file is None or None}
+        if self.gguf_file is not None and options.get("dtype", "auto") == "auto":  # transformers' own for .gguf
             options["dtype"] = torch.float32
         with self._errors():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -216,11 +217,7 @@ class Checkpoint:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Options of each ``from_pretrained``."""
-        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
-        if self.gguf_file is not None:
-            options["gguf_file"] = self.gguf_file
-        return options
+        return {"revision": self.revision, "trust_remote_code": False, "gguf_file": self.gguf_file}
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -230,8 +227,7 @@ class Checkpoint:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300]
             if self.adapter == Path(self.name):
-                message = f"{self.name} is an adapter for the model {self.path}, which cannot be read"
-                raise ModelError(f"{message}: give the model, and --adapter {self.name} ({reason})") from error
+                reason = f"give its base model {self.path}, which cannot be read, and --adapter {self.name} ({reason})"
             raise ModelError(f"{self.name} cannot be loaded: {reason}") from error
 
 
@@ -316,7 +312,6 @@ def _base_model(adapter: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of a folder that decide what a checkpoint generates."""
     return sorted({file for pattern in FILES.split() for file in folder.glob(pattern)})
 
 

@@ -103,8 +103,7 @@ def _entry(config: Any) -> dict[str, Any]:
 
 def speedup_key(speedup: float) -> str:
     """Speed-up as a key in JSON, in as few digits as identify it: ``3``, ``2.5``."""
-    short = f"{speedup:g}"
-    return short if float(short) == speedup else repr(float(speedup))
+    return str(float(speedup)).removesuffix(".0")
 
 
 def untrained_warning(schedule: Schedule, trained: Mapping[float, Schedule]) -> str | None:

@@ -69,8 +69,9 @@ def check_kind(model: nn.Module) -> None:
         raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
     if _may_look_ahead(inner) and _looks_ahead(inner):
         raise UnsupportedModel(f"{name} looks ahead: every new token changes all states before it")
-    if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
-        raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
+    reused = "shared" in (getattr(text_config(config), "indexer_types", None) or ())
+    if reused or "prev_router_hidden_states" in inspect.signature(decoder_layers(inner)[0].forward).parameters:
+        raise UnsupportedModel(f"layers of {name} need more of the layer below than hidden states: none can be skipped")
 
 
 def _may_look_ahead(model: PreTrainedModel) -> bool:
