@@ -22,7 +22,6 @@ from skipdecode.schedule import (
     choose_schedule,
     decay_weight,
     flat_depth,
-    interpolate,
     ranking,
     round_half_up,
     share_of_max,
@@ -264,31 +263,12 @@ def test_a_decay_is_its_formula(horizon: int, rate: float, stairs: int, data: st
         assert decay_weight(decay, 0, 1, rate, stairs) == 0
 
 
-@pytest.mark.parametrize("stairs", [2, 3, 4, 5])
-def test_stairs_are_so_many_equal_levels(stairs: int) -> None:
-    """Over many steps, every level comes, and each lasts as long but for the last step's own."""
-    weights = [decay_weight("step", g, 60 * stairs + 1, 1.0, stairs) for g in range(60 * stairs + 1)]
-    levels = sorted(set(weights), reverse=True)
-    assert levels == pytest.approx([1 - i / (stairs - 1) for i in range(stairs)])
-    assert [weights.count(level) for level in levels] == [60] * (stairs - 1) + [61]
-
-
 @given(st.integers(0, 1000), st.integers(1, 1000))
 def test_halves_are_rounded_up(whole: int, parts: int) -> None:
     """As exact arithmetic does it: a product that should be a half, but is a hair less, goes up too."""
     assert round_half_up(whole / parts) == half_up(Fraction(whole, parts))
     assert round_half_up(whole + 0.5) == round_half_up(math.nextafter(whole + 0.5, 0)) == whole + 1
     assert round_half_up(whole + 0.499999) == whole
-
-
-@given(st.floats(-0.5, 1.5), st.integers(1, 64), st.integers(1, 64))
-def test_an_interpolated_depth_stays_between_its_ends(weight: float, most: int, least: int) -> None:
-    """Whatever the weight; and it is the nearest whole number."""
-    least = min(most, least)
-    depth = interpolate(weight, most, least)
-    assert least <= depth <= most
-    exact = Fraction(weight) * most + (1 - Fraction(weight)) * least
-    assert abs(depth - min(max(exact, Fraction(least)), Fraction(most))) <= Fraction(1, 2) + Fraction(1, 10**8)
 
 
 @given(st.integers(1, 32), st.integers(1, 12), st.data())
@@ -345,14 +325,12 @@ def test_budgets_are_the_papers_and_else_the_rules(layers: int) -> None:
         assert share_of_max(float(speedup)) == pytest.approx(float(share))
 
 
-@pytest.mark.parametrize("layers", [5, 23, 24, 25, 31, 32, 33])
-def test_a_target_is_the_papers_name_and_else_the_ratio(layers: int) -> None:
+def test_a_target_is_the_papers_name_and_else_the_ratio() -> None:
     """The paper calls 4.8 on 24 layers 5; every other budget is named by its ratio, to two places."""
-    names = {(n, *depths): float(speedup) for (n, speedup), depths in PAPER.items()}
-    for most in range(1, layers + 1):
-        for least in range(1, most + 1):
-            expected = names.get((layers, most, least), round(layers / ((most + least) / 2), 2))
-            assert Schedule(layers, most, least, 4, warmup=0).target == expected
+    for (layers, speedup), depths in PAPER.items():
+        assert Schedule(layers, *depths, 4).target == speedup
+    assert Schedule(24, 7, 4, 4).target == 4.36
+    assert Schedule(23, 6, 4, 4).target == 4.6
 
 
 # --- what is refused

@@ -39,8 +39,7 @@ class Schedule:
 
     Args:
         num_layers: decoder layers ``L`` of the model.
-        max_depth: layers run at step 0.
-        min_depth: layers run from step ``horizon - 1`` on.
+        max_depth, min_depth: layers run at step 0, and from step ``horizon - 1`` on.
         horizon: number of steps over which the depth falls.
         decay: shape of the fall; ``linear`` is the paper's.
         order: ranking of the layers, the first ``depth`` of which run. ``top``, the paper's, ranks the bottom layers
@@ -176,18 +175,15 @@ class Schedule:
     def for_speedup(
         cls, speedup: float, num_layers: int, horizon: int = 64, *, decay: str = "constant", **style: Any
     ) -> Schedule:
-        """Schedule for a target speed-up in layers: one depth for all steps, or the paper's budget.
+        """Schedule for a target speed-up in layers, ``num_layers`` over the average depth: 1 to ``num_layers``.
 
         Args:
-            speedup: ``num_layers`` over the average depth, 1 to ``num_layers``.
+            speedup: the target.
             num_layers: decoder layers of the model.
             horizon: number of steps over which the depth falls; a constant depth needs none.
             decay: ``constant`` runs the depth whose ``L / depth`` is nearest to ``speedup``. With ``linear`` and the
                 others the depth falls by the paper's budget, if it lists one, else by its rule.
             style: further fields of the schedule, such as ``order`` and ``warmup``.
-
-        Raises:
-            ScheduleError: the speed-up is out of range, or fields contradict each other.
         """
         if not 1 <= speedup <= num_layers:
             raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
@@ -216,8 +212,7 @@ class Schedule:
 
     def flat(self, depth: int) -> Schedule:
         """Copy in which every step runs the best-ranked ``depth`` layers, and the prompt all layers."""
-        steps: dict[str, Any] = {"max_depth": depth, "min_depth": depth, "horizon": 1, "decay": "constant"}
-        return self.replace(**steps, depths=None, prompt_layers=None, prompt_decay=0)
+        return Schedule(self.num_layers, depth, depth, 1, "constant", self.order, self.warmup)
 
     def replace(self, **changes: Any) -> Schedule:
         """Copy with these fields changed."""
@@ -263,9 +258,6 @@ def choose_schedule(
         speedup: target, 1 to ``num_layers``. None: the slowest trained speed above 1; the full model if there is none.
         style: fields of a new schedule, which is constant unless ``decay`` says otherwise; its order and bottom layers
             kept are those of the trained ones. ``prompt_layers`` alone changes only this field of a trained schedule.
-
-    Raises:
-        ScheduleError: no schedule can be made from these values.
     """
     if speedup is None:
         speedup = min((known for known in trained if known > 1), default=1)

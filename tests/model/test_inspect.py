@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
-    BertConfig,
-    Gemma3TextConfig,
     GlmMoeDsaConfig,
-    GPTNeoXJapaneseConfig,
-    LlamaConfig,
     MiniMaxConfig,
     PreTrainedConfig,
     RwkvConfig,
@@ -103,22 +98,6 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         MiniMaxConfig(**TINY, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, head_dim=8),
         "cache of its own",
     ),
-    "looks ahead": (BertConfig(**TINY, num_attention_heads=4, intermediate_size=32), "looks ahead"),
-    "a decoder made to look ahead": (
-        LlamaConfig(**TINY, num_attention_heads=4, intermediate_size=32, is_causal=False),
-        "looks ahead",
-    ),
-    "an embedding model": (
-        Gemma3TextConfig(
-            **TINY,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=32,
-            use_bidirectional_attention=True,
-        ),
-        "looks ahead",
-    ),
     "layers that reuse what others selected": (
         GlmMoeDsaConfig(
             **TINY,
@@ -153,17 +132,6 @@ def test_a_model_that_cannot_skip_exactly_is_refused_by_what_it_is(kind: str) ->
     with pytest.raises(UnsupportedModel, match=reason):
         attach(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
-
-
-def test_what_a_config_says_of_looking_ahead_is_tried_out() -> None:
-    """GPT-NeoX-Japanese says is_decoder=False, as BERT does, and looks back only."""
-    config = GPTNeoXJapaneseConfig(**TINY, num_attention_heads=4, intermediate_multiple_size=2)
-    assert config.is_decoder is False
-    model = AutoModelForCausalLM.from_config(config).train()
-    attach(model)
-    assert model.training
-    with pytest.raises(UnsupportedModel, match="looks ahead"):
-        attach(AutoModel.from_config(REFUSED["an embedding model"][0]))
 
 
 def test_what_is_no_causal_lm_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -46,31 +47,19 @@ class Checkpoint:
     """Files that a name stands for: a model's and perhaps an adapter's.
 
     Properties are read when first used, and only once. Raises ModelError where the files cannot be read.
-
-    Attributes:
-        name: as the user wrote it, for messages.
-        path: folder of the model as an absolute path, or its name on the Hub.
-        gguf_file: GGUF file in that folder that holds the model, or None.
-        adapter: folder of the adapter to attach, or None.
-        revision: branch, tag or commit of a model on the Hub.
     """
 
-    name: str
-    path: str
-    gguf_file: str | None = None
-    adapter: Path | None = None
-    revision: str | None = None
+    name: str  #: As the user wrote it, for messages.
+    path: str  #: Folder of the model as an absolute path, or its name on the Hub.
+    gguf_file: str | None = None  #: In that folder.
+    adapter: Path | None = None  #: Folder of the adapter to attach.
+    revision: str | None = None  #: Branch, tag or commit of a model on the Hub.
 
     @classmethod
     def resolve(
         cls, name: str | Path = "demo", adapter: str | Path | None = None, revision: str | None = None
     ) -> Checkpoint:
-        """Checkpoint that a name stands for. Arguments are those of :func:`load`.
-
-        Raises:
-            ModelError: ``name`` is a path where no checkpoint is, or ``demo`` is a folder here as well.
-            MissingExtra: a GGUF file needs the package ``gguf``.
-        """
+        """Checkpoint that a name stands for. Arguments and errors are those of :func:`load`."""
         model = name = str(name)
         folder = None if adapter is None else locate_adapter(adapter)
         if name != "demo" and is_adapter(Path(name)):
@@ -105,12 +94,8 @@ class Checkpoint:
             with suppress(OSError):  # the file is optional
                 return GenerationConfig.from_pretrained(self.path, revision=self.revision)
         config = GenerationConfig.from_model_config(self.config)
-        ends = _turn_ends(self.tokenizer)
         if self.gguf_file is not None:
-            ends |= _gguf_ends(Path(self.path, self.gguf_file))
-        if ends:
-            known = config.eos_token_id
-            config.eos_token_id = sorted(ends.union(known if isinstance(known, list) else [known]) - {None})
+            config.eos_token_id = _gguf_ends(Path(self.path, self.gguf_file)) or config.eos_token_id
         return config
 
     @cached_property
@@ -193,11 +178,7 @@ class Checkpoint:
         return settings.options(empty, ranking, device)
 
     def read_weights(self, **options: Any) -> PreTrainedModel:
-        """Model without gates, by transformers' ``from_pretrained`` with ``options``.
-
-        Raises:
-            ModelError: weights are missing, of another shape, or not in safetensors.
-        """
+        """Model without gates, by transformers' ``from_pretrained`` with ``options``, if all weights are there."""
         options |= self._options | {"use_safetensors": self.gguf_file is None or None}
         if self.gguf_file is not None and options.get("dtype", "auto") == "auto":  # transformers' own for .gguf
             options["dtype"] = torch.float32
@@ -248,22 +229,22 @@ def load(
     Args:
         name: ``demo``, a folder, a GGUF file, a model on the Hub, or an adapter's folder, which loads its base model
             with the adapter. Weights of a GGUF file are converted to ``dtype``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 if
-            the checkpoint has it and the CPU computes it in hardware, else float32.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's; on a CPU only bfloat16 that it
+            computes in hardware, else float32.
         device: ``cuda``, ``mps``, ``cpu``, …; None: an accelerator if there is one, else the CPU.
         attn_implementation: ``eager``, ``sdpa``, …; None: transformers' choice.
         revision: branch, tag or commit of a model on the Hub.
-        offload: where decoder layers stay until they run: ``auto``, ``disk``, ``cpu``, or an
+        offload: where decoder layers wait: ``auto``, ``disk``, ``cpu``, or an
             :class:`~skipdecode.loading.offload.Offload`, which also limits the memory for weights.
         quantization: ``int8``: layers and LM head compute in 8 bits, on CPUs.
         prepack: bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
         adapter: folder of an adapter, or its name on the Hub.
 
     Raises:
-        ModelError: the model, device or dtype does not exist; weights are missing or of another shape; this CPU lacks
-            the kernels of int8 or prepacked weights.
-        UnsupportedModel: the model is no decoder-only causal LM.
+        ModelError: the model does not exist, or is no decoder-only causal LM; weights are missing, of another shape, or
+            not in safetensors; this CPU lacks the kernels of int8.
         FileError: the adapter is missing or damaged.
+        MissingExtra: a GGUF file needs the package ``gguf``, or offloading accelerate.
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
     checkpoint = Checkpoint.resolve(name, adapter, revision)
@@ -278,9 +259,9 @@ def _locate(name: str) -> tuple[str, str | None]:
         if (path / "config.json").exists() or is_adapter(path):
             raise ModelError("demo is the demo model, and a folder here: write ./demo, or rename the folder")
         return str(DEMO), None
+    if (path / "config.json").exists():
+        return os.path.abspath(path), None
     if path.is_dir():
-        if (path / "config.json").exists():
-            return os.path.abspath(path), None
         raise ModelError(f"{name} holds no config.json: give a folder with a whole model, or an adapter's")
     if path.suffix.lower() == ".gguf" and path.is_file():
         if not is_gguf_available():
@@ -293,9 +274,7 @@ def _locate(name: str) -> tuple[str, str | None]:
 
 def _looks_like_path(name: str) -> bool:
     """Whether ``name`` cannot be one on the Hub, which has at most one slash."""
-    return (
-        name.startswith((".", "/", "~")) or name.lower().endswith(("/", ".gguf")) or name.count("/") > 1 or "\\" in name
-    )
+    return name.count("/") > 1 or bool(re.search(r"^[./~]|\\|/$|\.gguf$", name, re.IGNORECASE))
 
 
 def _base_model(adapter: Path) -> str:
@@ -315,23 +294,10 @@ def _files(folder: Path) -> list[Path]:
     return sorted({file for pattern in FILES.split() for file in folder.glob(pattern)})
 
 
-def _gguf_ends(file: Path) -> set[int]:
+def _gguf_ends(file: Path) -> list[int]:
     """Ids of the tokens that end a text or a turn, from a GGUF file's header."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
     keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
-    return {int(fields[key].parts[-1][0]) for key in keys if key in fields}
-
-
-def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Id of the special token with which the chat template ends an assistant's turn, if it does so."""
-    if not tokenizer.chat_template:
-        return set()
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "…"}]
-    with suppress(Exception):  # a template may raise anything
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("…")[2]
-        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        known = tokenizer.added_tokens_decoder
-        return {token for token in ids[:1] if token in known and known[token].special}
-    return set()
+    return sorted({int(fields[key].parts[-1][0]) for key in keys if key in fields})

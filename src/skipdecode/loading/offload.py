@@ -51,10 +51,6 @@ class Offload:
             model: on the meta device.
             ranking: layers, those that most steps run first. These get memory first.
             device: the device that computes.
-
-        Raises:
-            ModelError: memory lacks room for embeddings, head and one layer.
-            UsageError: ``place`` is ``cpu``, but the model runs on the CPU.
         """
         from accelerate.utils import compute_module_sizes
 

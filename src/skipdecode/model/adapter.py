@@ -105,11 +105,8 @@ class Adapter(nn.Module):
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:
         """Input of a layer, changed at the positions that skip layers and run this one or enter a skipped span here.
 
-        Args:
-            layer: index of the layer.
-            hidden: the layer's input without the adapter.
-            axis: of the positions in ``hidden``.
-            counts: how many positions of the pass each layer runs, from the first on.
+        ``axis`` is that of the positions in ``hidden``; ``counts`` says how many of them, from the first on, each layer
+        runs.
         """
         width = hidden.shape[axis]
         if layer not in self._acts_before or min(counts) == width:
@@ -226,15 +223,8 @@ def read_adapter(folder: Path) -> Adapter:
 def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> Adapter:
     """Adapter of a folder, for ``model``, whose weights are compared with those that the adapter was trained on.
 
-    Args:
-        folder: of the adapter.
-        model: the base model.
-        files: returns the folder of its checkpoint, whose files are compared if weights are offloaded or of other types
-            than float32 and bfloat16.
-
-    Raises:
-        FileError: the folder holds no adapter, or a damaged one.
-        ModelError: the adapter was trained on another model, or that cannot be told.
+    ``files`` returns the folder of its checkpoint, whose files are compared if weights are offloaded or of other types
+    than float32 and bfloat16. Raises FileError for no adapter or a damaged one, ModelError for another model's.
     """
     comparable = {
         name: weight

@@ -49,14 +49,9 @@ def attach(
             model's dtype.
 
     Raises:
-        FileError: the adapter's folder is missing or damaged.
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
         ScheduleError: the schedule does not fit the model, or the adapter was not trained to skip its layers.
-        UsageError: both a schedule and a speed-up are given.
         ModelError: the adapter was trained on another model; or a schedule is given for a model without ``generate``.
-
-    Warns:
-        UntrainedWarning: the model was not trained to skip layers.
 
     Example:
         >>> model.generate(**inputs, cache=SkipCache(attach(model), Schedule.for_speedup(3, 24)))
@@ -122,10 +117,6 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
         model: an attached model.
         schedule: which layers each position runs.
         prompt_length: width in positions of the left-padded prompt block.
-
-    Raises:
-        ScheduleError: the schedule does not fit the model or its adapter.
-        ModelError: the model is not attached.
     """
     gates = gates_of(model)
     if gates is None:

@@ -89,9 +89,6 @@ class SkipCache(DynamicCache):
         CacheError: the model has no gates or prefills in chunks; the prefix is not what a prompt of this schedule would
             hold; while decoding, a pass needs a retired layer.
 
-    Warns:
-        UntrainedWarning: the model was not trained to skip layers.
-
     Attributes:
         schedule: the given one, bound to the model.
         step_depths: number of layers that each decode step so far ran.

@@ -24,7 +24,7 @@ def num_layers(config: Any) -> int:
 def bind(schedule: Schedule, config: Any, trained: Mapping[float, Schedule] | None = None) -> Schedule:
     """Schedule as a model runs it: layers that lend their keys and values rank before those that borrow them.
 
-    ``trained`` are the schedules of the adapter that acts on the model, by target speed-up; None without an adapter.
+    ``trained`` are the schedules of the attached adapter, by target speed-up; None without an adapter.
 
     Raises:
         ScheduleError: the schedule is for another number of layers, or the adapter was not trained to skip its layers.
