@@ -70,14 +70,6 @@ def _pass(cache: SkipCache, width: int) -> list[int]:
     return ran
 
 
-def test_a_new_cache_has_seen_and_holds_nothing() -> None:
-    """Counters start at zero."""
-    cache = SkipCache(attach(build("opt")), TOP)
-    assert (cache.passes, cache.peak_kv_bytes, cache.get_seq_length()) == (0, 0, 0)
-    assert cache.step_depths == []
-    assert not cache.has_previous_state()
-
-
 @pytest.mark.parametrize("name", sorted({"opt", "gemma3", "qwen3.5", "gemma4-shared"} & set(FAMILIES)))
 @pytest.mark.parametrize("schedule", ["prompt-wide", "full"])
 def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
@@ -99,14 +91,6 @@ def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
             assert (layer_kv_bytes(cache.layers[layer]) > 0) == (
                 layer in keeps and layer_kv_bytes(stock.layers[layer]) > 0
             )
-
-
-def test_the_full_schedules_passes_after_the_first_are_steps() -> None:
-    """Of any width, as assisted decoding verifies several positions at once."""
-    cache = SkipCache(attach(build("opt")), FULL)
-    for width in (5, 1, 3):
-        assert _pass(cache, width) == [width] * LAYERS
-    assert (cache.passes, cache.step_depths) == (3, [LAYERS] * 2)
 
 
 # --- memory
@@ -169,14 +153,6 @@ def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
     assert retired & {*recurrent}
     assert {*recurrent} - retired
     assert all(cache.has_previous_state(index) is True for index in recurrent)
-
-
-@pytest.mark.skipif("gemma4-shared" not in FAMILIES, reason="the release of transformers lacks it")
-def test_a_layer_that_borrows_its_keys_stores_none() -> None:
-    """It has run as it should."""
-    cache = SkipCache(attach(build("gemma4-shared")), FULL)
-    assert _pass(cache, 5) == [5] * LAYERS
-    assert layer_kv_bytes(cache.layers[-1]) == 0
 
 
 # --- what a layer may store

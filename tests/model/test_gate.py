@@ -372,37 +372,56 @@ def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
 # --- the arguments of a layer
 
 
+#: The last 4 of 9 positions, of which a layer runs 3: it sees the keys of the 5 before them as well.
+LAST = PositionSlice(4, 3, 9)
+#: The first 4 of 9.
+FIRST = PositionSlice(9, 4, 9)
+
+
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype", "expected"),
+    ("part", "name", "shape", "dtype", "expected"),
     [
-        # The last 4 of 9 positions, of which it runs 3: it sees the keys of the 5 before them as well.
-        ("hidden_states", (2, 4, 32), torch.float32, (2, 3, 32)),
-        ("attention_mask", (2, 1, 4, 9), torch.float32, (2, 1, 3, 8)),
-        ("attention_mask", (2, 9), torch.int64, (2, 8)),
-        ("attention_mask", (2, 9), torch.float32, (2, 8)),
-        ("attention_mask", (2, 7), torch.int64, (2, 7)),
-        ("alibi", (8, 1, 9), torch.float32, (8, 1, 8)),
-        ("position_bias", (1, 8, 4, 9), torch.float32, (1, 8, 3, 8)),
-        ("position_ids", (2, 9), torch.int64, (2, 8)),
-        ("position_ids", (3, 2, 4), torch.int64, (3, 2, 3)),
-        ("position_ids", (3, 2, 5), torch.int64, (3, 2, 5)),
-        ("position_embeddings", (4, 16), torch.float32, (3, 16)),
-        ("position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
-        ("scale", (), torch.float32, ()),
-        ("slopes", (4,), torch.float32, (4,)),
-        ("scales", (2, 4), torch.float32, (2, 3)),
-        ("frequencies", (4, 9), torch.complex64, (3, 9)),
-        ("frequencies", (4, 9), torch.float32, (3, 9)),
-        ("per_layer_input", (2, 4, 4, 8), torch.float32, (2, 3, 4, 8)),
-        ("per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
+        (LAST, "hidden_states", (2, 4, 32), torch.float32, (2, 3, 32)),
+        (LAST, "attention_mask", (2, 1, 4, 9), torch.float32, (2, 1, 3, 8)),
+        (LAST, "attention_mask", (2, 9), torch.int64, (2, 8)),
+        (LAST, "attention_mask", (2, 9), torch.float32, (2, 8)),
+        (LAST, "attention_mask", (2, 7), torch.int64, (2, 7)),
+        (LAST, "alibi", (8, 1, 9), torch.float32, (8, 1, 8)),
+        (LAST, "position_bias", (1, 8, 4, 9), torch.float32, (1, 8, 3, 8)),
+        (LAST, "position_ids", (2, 9), torch.int64, (2, 8)),
+        (LAST, "position_ids", (3, 2, 4), torch.int64, (3, 2, 3)),
+        (LAST, "position_ids", (3, 2, 5), torch.int64, (3, 2, 5)),
+        (LAST, "position_embeddings", (4, 16), torch.float32, (3, 16)),
+        (LAST, "position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
+        (LAST, "scale", (), torch.float32, ()),
+        (LAST, "slopes", (4,), torch.float32, (4,)),
+        (LAST, "scales", (2, 4), torch.float32, (2, 3)),
+        (LAST, "frequencies", (4, 9), torch.complex64, (3, 9)),
+        (LAST, "frequencies", (4, 9), torch.float32, (3, 9)),
+        (LAST, "per_layer_input", (2, 4, 4, 8), torch.float32, (2, 3, 4, 8)),
+        (LAST, "per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
+        (FIRST, "attention_mask", (2, 1, 9, 9), torch.float32, (2, 1, 4, 4)),
+        (FIRST, "attention_mask", (2, 1, 1, 9), torch.bool, (2, 1, 1, 4)),
+        (FIRST, "attention_mask", (2, 9), torch.int64, (2, 4)),
+        (FIRST, "alibi", (8, 1, 9), torch.float32, (8, 1, 4)),
+        (FIRST, "position_bias", (4, 1, 64), torch.float32, (4, 1, 64)),
+        (FIRST, "position_ids", (2, 9), torch.int64, (2, 4)),
+        (FIRST, "position_ids", (3, 9, 9), torch.int64, (3, 9, 4)),
+        (FIRST, "position_embeddings", (1, 9, 8), torch.float32, (1, 4, 8)),
+        (FIRST, "position_embeddings", (3, 2, 9, 9), torch.float32, (3, 2, 4, 9)),
+        (FIRST, "position_embeddings", (2, 9, 8), torch.complex64, (2, 4, 8)),
+        (FIRST, "per_layer_input", (9, 9, 9), torch.float32, (9, 4, 9)),
+        (FIRST, "hidden_states", (3, 2, 9, 32), torch.float32, (3, 2, 4, 32)),
+        (FIRST, "weights", (9, 32, 8, 16), torch.float32, (9, 32, 8, 16)),
+        (FIRST, "cache_position", (9,), torch.int64, (4,)),
     ],
 )
-def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
+def test_a_prefix_is_cut_where_the_positions_are(
+    part: PositionSlice, name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
 ) -> None:
-    """Where a model drops positions that upper layers need not compute, queries and keys have widths of their own."""
+    """By name and shape. Where a model drops positions, queries and keys have widths of their own."""
     given = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-    (), cut = PositionSlice(4, 3, 9).of_call(lambda **kwargs: None, (), {name: given})
+    (), cut = part.of_call(lambda **kwargs: None, (), {name: given})
     assert tuple(cut[name].shape) == expected
     assert torch.equal(cut[name], given[tuple(slice(0, size) for size in expected)]), "the first ones, of every axis"
 
@@ -443,34 +462,6 @@ def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
     moved = cut["shared_kv_states"].to(torch.float16)
     assert [tuple(x.shape) for x in moved[0]] == [(2, 1, 8, 8)] * 2
     assert {x.dtype for x in shared[0]} == {torch.float16}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype", "expected"),
-    [
-        ("attention_mask", (2, 1, 9, 9), torch.float32, (2, 1, 4, 4)),
-        ("attention_mask", (2, 1, 1, 9), torch.bool, (2, 1, 1, 4)),
-        ("attention_mask", (2, 9), torch.int64, (2, 4)),
-        ("alibi", (8, 1, 9), torch.float32, (8, 1, 4)),
-        ("position_bias", (4, 1, 64), torch.float32, (4, 1, 64)),
-        ("position_ids", (2, 9), torch.int64, (2, 4)),
-        ("position_ids", (3, 9, 9), torch.int64, (3, 9, 4)),
-        ("position_embeddings", (1, 9, 8), torch.float32, (1, 4, 8)),
-        ("position_embeddings", (3, 2, 9, 9), torch.float32, (3, 2, 4, 9)),
-        ("position_embeddings", (2, 9, 8), torch.complex64, (2, 4, 8)),
-        ("per_layer_input", (9, 9, 9), torch.float32, (9, 4, 9)),
-        ("hidden_states", (3, 2, 9, 32), torch.float32, (3, 2, 4, 32)),
-        ("weights", (9, 32, 8, 16), torch.float32, (9, 32, 8, 16)),
-        ("cache_position", (9,), torch.int64, (4,)),
-    ],
-)
-def test_a_prefix_is_cut_where_the_positions_are(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
-) -> None:
-    """What a four-dimensional tensor means is told by its name, not taken for a mask."""
-    value = torch.zeros(shape, dtype=dtype)
-    (), cut = PositionSlice(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
-    assert tuple(cut[name].shape) == expected
 
 
 # --- passes that cannot be exact
