@@ -39,8 +39,7 @@ class Schedule:
 
     Args:
         num_layers: decoder layers ``L`` of the model.
-        max_depth: layers run at step 0.
-        min_depth: layers run from step ``horizon - 1`` on.
+        max_depth, min_depth: layers run at step 0, and from step ``horizon - 1`` on.
         horizon: number of steps over which the depth falls.
         decay: shape of the fall; ``linear`` is the paper's.
         order: ranking of the layers, the first ``depth`` of which run. ``top``, the paper's, ranks the bottom layers
@@ -137,8 +136,7 @@ class Schedule:
 
     def average_depth(self, length: int) -> float:
         """Mean number of layers per step over ``length`` steps."""
-        inside = self._depths[:length]
-        return (sum(inside) + (length - len(inside)) * self.min_depth) / length
+        return sum(map(self.depth, range(length))) / length
 
     def layer_ratio(self, length: int) -> float:
         """Speed-up in layers, ``L / average depth``, over ``length`` steps."""
@@ -177,20 +175,18 @@ class Schedule:
     def for_speedup(
         cls, speedup: float, num_layers: int, horizon: int = 64, *, decay: str = "constant", **style: Any
     ) -> Schedule:
-        """Schedule for a target speed-up in layers: one depth for all steps, or the paper's budget.
+        """Schedule for a target speed-up in layers, ``num_layers`` over the average depth: 1 to ``num_layers``.
 
         Args:
-            speedup: ``num_layers`` over the average depth, 1 to ``num_layers``.
+            speedup: the target.
             num_layers: decoder layers of the model.
             horizon: number of steps over which the depth falls; a constant depth needs none.
             decay: ``constant`` runs the depth whose ``L / depth`` is nearest to ``speedup``. With ``linear`` and the
                 others the depth falls by the paper's budget, if it lists one, else by its rule.
             style: further fields of the schedule, such as ``order`` and ``warmup``.
-
-        Raises:
-            ScheduleError: the speed-up is out of range, or fields contradict each other.
         """
-        _require(1 <= speedup <= num_layers, f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
+        if not 1 <= speedup <= num_layers:
+            raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
         if speedup == 1:
             return cls.full(num_layers)
         if decay == "constant":
@@ -216,8 +212,7 @@ class Schedule:
 
     def flat(self, depth: int) -> Schedule:
         """Copy in which every step runs the best-ranked ``depth`` layers, and the prompt all layers."""
-        steps: dict[str, Any] = {"max_depth": depth, "min_depth": depth, "horizon": 1, "decay": "constant"}
-        return self.replace(**steps, depths=None, prompt_layers=None, prompt_decay=0)
+        return Schedule(self.num_layers, depth, depth, 1, "constant", self.order, self.warmup)
 
     def replace(self, **changes: Any) -> Schedule:
         """Copy with these fields changed."""
@@ -232,7 +227,7 @@ class Schedule:
         """Schedule that :meth:`to_dict` returned as ``values``; keys of later versions are ignored with a warning."""
         known = {field.name for field in fields(cls)}
         try:
-            if unknown := sorted(set(values) - known):
+            if unknown := sorted(values.keys() - known):
                 warnings.warn(f"unknown fields of a schedule are ignored: {', '.join(unknown)}", stacklevel=2)
             return cls(**{name: value for name, value in values.items() if name in known})
         except (TypeError, AttributeError) as error:
@@ -263,9 +258,6 @@ def choose_schedule(
         speedup: target, 1 to ``num_layers``. None: the slowest trained speed above 1; the full model if there is none.
         style: fields of a new schedule, which is constant unless ``decay`` says otherwise; its order and bottom layers
             kept are those of the trained ones. ``prompt_layers`` alone changes only this field of a trained schedule.
-
-    Raises:
-        ScheduleError: no schedule can be made from these values.
     """
     if speedup is None:
         speedup = min((known for known in trained if known > 1), default=1)
@@ -320,8 +312,7 @@ def share_of_max(speedup: float) -> float:
 def decay_weight(decay: str, step: int, horizon: int, rate: float, stairs: int) -> float:
     """Weight of the maximum depth at ``step``: 1 at step 0, 0 at ``horizon - 1``, never increasing.
 
-    ``power`` follows ``(g + 1) ** -rate`` and ``exponential`` ``exp(-rate * t)``, both scaled to end at 0; ``step`` has
-    ``stairs`` equal levels.
+    ``power`` is ``(g + 1) ** -rate``, ``exponential`` ``exp(-rate * t)``, both scaled to end at 0.
     """
     if horizon == 1:
         return 0.0
@@ -370,43 +361,32 @@ def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple
 def _check(schedule: Schedule) -> None:
     """Raise ScheduleError if a field of the schedule is invalid or contradicts another."""
     layers, most, least = schedule.num_layers, schedule.max_depth, schedule.min_depth
-    order, depths = schedule.order, schedule.depths
-    _require(
-        1 <= least <= most <= layers,
-        f"depths must be 1 to the number of layers, min_depth first: min {least}, max {most}, layers {layers}",
-    )
-    _require(schedule.horizon >= 1, f"horizon must be 1 or more, not {schedule.horizon}")
-    _require(schedule.prompt_decay >= 0, f"prompt_decay must be 0 or more, not {schedule.prompt_decay}")
-    _require(schedule.stairs >= 2, f"stairs must be 2 or more, not {schedule.stairs}")
-    _require(0 < schedule.rate < math.inf, f"rate must be a finite number above 0, not {schedule.rate}")
-    _require(schedule.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}")
-    _require(bool(depths) == (schedule.decay == "list"), "depths and decay='list' go together")
-    if depths:
-        _require(
-            (most, least, schedule.horizon) == (depths[0], depths[-1], len(depths)),
-            "max_depth, min_depth and horizon contradict depths: use Schedule.from_depths",
-        )
-        _require(
-            all(a >= b for a, b in pairwise(depths)),
-            f"depths must never increase, since a skipped layer holds no keys to go back to: {depths}",
-        )
-    _require(schedule.decay != "constant" or most == least, "decay 'constant' needs max_depth equal to min_depth")
-    if isinstance(order, tuple):
-        _require(
-            sorted(order) == list(range(layers)),
-            f"order must hold each of the layers 0 to {layers - 1} exactly once, not {order}",
-        )
-    else:
-        _require(order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {order!r}")
-        bounded = order != "top" or 0 <= schedule.warmup <= least
-        _require(bounded, f"warmup must be 0 to min_depth ({least}), not {schedule.warmup}")
-    if schedule.prompt_layers is not None:
-        _require(
-            isinstance(schedule.prompt_layers, int) and most <= schedule.prompt_layers <= layers,
-            f"prompt_layers must be max_depth ({most}) to num_layers ({layers}), not {schedule.prompt_layers}",
-        )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ScheduleError(message)
+    order, depths, warmup = schedule.order, schedule.depths, schedule.warmup
+    known = sorted(order) == list(range(layers)) if isinstance(order, tuple) else order in ORDERS
+    in_prompt = layers if schedule.prompt_layers is None else schedule.prompt_layers
+    rules = {
+        f"depths must be 1 to the number of layers, min_depth first: min {least}, max {most}, layers {layers}": (
+            1 <= least <= most <= layers
+        ),
+        f"horizon must be 1 or more, not {schedule.horizon}": schedule.horizon >= 1,
+        f"prompt_decay must be 0 or more, not {schedule.prompt_decay}": schedule.prompt_decay >= 0,
+        f"stairs must be 2 or more, not {schedule.stairs}": schedule.stairs >= 2,
+        f"rate must be a finite number above 0, not {schedule.rate}": 0 < schedule.rate < math.inf,
+        f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}": schedule.decay in DECAYS,
+        "depths and decay='list' go together": bool(depths) == (schedule.decay == "list"),
+        "max_depth, min_depth and horizon contradict depths: use Schedule.from_depths": (
+            not depths or (most, least, schedule.horizon) == (depths[0], depths[-1], len(depths))
+        ),
+        f"depths must never increase, since a skipped layer holds no keys to go back to: {depths}": (
+            not depths or all(a >= b for a, b in pairwise(depths))
+        ),
+        "decay 'constant' needs max_depth equal to min_depth": schedule.decay != "constant" or most == least,
+        f"order must be {', '.join(ORDERS)} or hold each of the layers 0 to {layers - 1} once, not {order}": known,
+        f"warmup must be 0 to min_depth ({least}), not {warmup}": order != "top" or 0 <= warmup <= least,
+        f"prompt_layers must be max_depth ({most}) to num_layers ({layers}), not {in_prompt}": (
+            isinstance(in_prompt, int) and most <= in_prompt <= layers
+        ),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ScheduleError(rule)

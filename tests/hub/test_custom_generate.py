@@ -27,38 +27,25 @@ from skipdecode.model.adapter import Adapter, save_adapter
 SCHEDULES = {2.0: Schedule(LAYERS, 4, 4, horizon=1, decay="constant")}
 SOURCES = sources()
 
-#: What a user without this package runs; its folder, model, adapter and the calls' options come as JSON.
+#: What a user without this package runs, for each pair of a model and the options of a call, which come as JSON.
 ALONE = """
 import json, sys
 sys.modules["skipdecode"] = None
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-asked = json.loads(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)
-tokenizer = AutoTokenizer.from_pretrained(asked["model"], padding_side="left")
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-inputs = tokenizer(asked["prompts"], return_tensors="pt", padding=True, return_token_type_ids=False)
-same = {"custom_generate": asked["folder"], "trust_remote_code": True, "max_new_tokens": 12, "do_sample": False}
 found = []
-for options in asked["calls"]:
+for name, prompts, options in json.loads(sys.argv[1]):
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
     if options.pop("stream", False):
         options["streamer"] = TextStreamer(tokenizer)
-        written = model.generate(**{name: value[:1] for name, value in inputs.items()}, **same, **options)
-    else:
-        written = model.generate(**inputs, **same, **options)
+    written = model.generate(**inputs, trust_remote_code=True, max_new_tokens=12, do_sample=False, **options)
     found.append(written[:, inputs["input_ids"].shape[1]:].tolist())
 print(json.dumps(found))
 """
-
-
-def alone(tmp_path: Path, **asked: object) -> list[list[list[int]]]:
-    """The tokens that each call generates, in a process without this package."""
-    places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", ALONE, json.dumps(asked)]
-    done = subprocess.run(command, env=os.environ | places, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def saved_adapter(folder: Path, model: Any, base: str, seed: int = 0) -> Path:
@@ -71,44 +58,39 @@ def saved_adapter(folder: Path, model: Any, base: str, seed: int = 0) -> Path:
     return folder
 
 
-def test_the_demo_model_generates_at_its_speeds(tmp_path: Path) -> None:
-    """Greedy, with beams, streamed, the full model, and the slowest trained speed without a word: as here."""
-    folder = copytree(DEMO, tmp_path / "demo")
-    write_custom_generate(Path(folder))
+def test_transformers_alone_generates_what_this_package_generates(checkpoint: Path, tmp_path: Path) -> None:
+    """The demo model greedy, with beams, streamed, full, and at its slowest trained speed; an adapter in its model."""
+    demo = copytree(DEMO, tmp_path / "demo")
+    adapter = saved_adapter(tmp_path / "fast", AutoModelForCausalLM.from_pretrained(checkpoint), str(checkpoint))
     prompts = ["name Aromi, food English, near Café Rouge ->", "name Zizzi, area riverside ->"]
-    calls: list[dict[str, Any]] = [
-        {"speedup": 5},
-        {"speedup": 3, "num_beams": 2},
-        {"speedup": 5, "stream": True},
-        {"speedup": 1},
-        {},
+    calls: list[tuple[Path, list[str], dict[str, Any]]] = [
+        (demo, prompts, {"speedup": 5}),
+        (demo, prompts, {"speedup": 3, "num_beams": 2}),
+        (demo, prompts[:1], {"speedup": 5, "stream": True}),
+        (demo, prompts, {"speedup": 1}),
+        (demo, prompts, {}),
+        (checkpoint, TEXTS[:1], {"adapter": str(adapter), "speedup": 2}),
+        (checkpoint, TEXTS[:1], {"adapter": str(adapter), "speedup": 1}),
     ]
-    found = alone(tmp_path, model=str(folder), folder=str(folder), prompts=prompts, calls=calls)
-    model, tokenizer = skipdecode.load("demo", dtype="float32", device="cpu")
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    width = inputs["input_ids"].shape[1]
-    for call, tokens in zip(calls, found, strict=True):
-        skipdecode.attach(model, speedup=call.get("speedup", 2))
-        options = {"max_new_tokens": 12, "do_sample": False, "num_beams": call.get("num_beams", 1)}
-        rows = 1 if call.get("stream") else 2
-        expected = model.generate(**{name: value[:rows] for name, value in inputs.items()}, **options)
-        assert tokens == expected[:, width:].tolist()
-    assert len({json.dumps(tokens) for tokens in found}) > 2
-
-
-def test_an_adapter_acts_in_its_model(checkpoint: Path, tmp_path: Path) -> None:
-    """The folder of an adapter carries the code; the model is loaded as it is."""
-    full = AutoModelForCausalLM.from_pretrained(checkpoint)
-    folder = saved_adapter(tmp_path / "fast", full, str(checkpoint))
-    write_custom_generate(folder)
-    calls: list[dict[str, Any]] = [{"adapter": str(folder), "speedup": 2}, {"adapter": str(folder), "speedup": 1}]
-    found = alone(tmp_path, model=str(checkpoint), folder=str(folder), prompts=TEXTS[:1], calls=calls)
-    model, tokenizer = skipdecode.load(folder, dtype="float32", device="cpu")
-    inputs = tokenizer(TEXTS[:1], return_tensors="pt", return_token_type_ids=False)
-    for call, tokens in zip(calls, found, strict=True):
-        skipdecode.attach(model, speedup=call["speedup"])
-        expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for folder in (demo, adapter):
+        write_custom_generate(folder)
+    asked = []
+    for model, texts, options in calls:
+        asked.append((str(model), texts, options | {"custom_generate": str(demo if model == demo else adapter)}))
+    places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", ALONE, json.dumps(asked)]
+    done = subprocess.run(command, env=os.environ | places, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    loaded = {name: skipdecode.load(name, dtype="float32", device="cpu") for name in (demo, adapter)}
+    for (_, texts, options), tokens in zip(calls, found, strict=True):
+        model, tokenizer = loaded[adapter if "adapter" in options else demo]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        skipdecode.attach(model, speedup=options.get("speedup", 2))
+        beams = options.get("num_beams", 1)
+        expected = model.generate(**inputs, max_new_tokens=12, do_sample=False, num_beams=beams)
         assert tokens == expected[:, inputs["input_ids"].shape[1] :].tolist()
+    assert len({json.dumps(tokens) for tokens in found}) > 2
 
 
 def test_an_adapter_stays_until_another_takes_its_place(tmp_path: Path) -> None:

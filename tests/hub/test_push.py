@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import skipdecode
 from helpers.families import LAYERS
-from helpers.hub import Hub, hub
+from helpers.hub import hub
 from helpers.tiny import TEXTS
 from skipdecode import Schedule
 from skipdecode.errors import ModelError, UsageError
@@ -26,18 +26,19 @@ from skipdecode.model.adapter import Adapter, save_adapter
 
 SCHEDULES = {speed: Schedule.for_speedup(speed, LAYERS) for speed in (2.0, 4.0)}
 
-#: Uploads a folder, loads it back by its name on the Hub, and prints what it generates.
-ROUND_TRIP = """
+#: Uploads folders, loads each back by its name on the Hub, and prints what it generates.
+ROUND_TRIPS = """
 import json, sys
 from pathlib import Path
 import skipdecode
 from skipdecode.hub.push import prepare, upload
-folder, repo, options, model, prompts = json.loads(sys.argv[1])
-prepare(Path(folder), repo, Path("upload"), **options)
-print(upload(Path("upload"), repo, private=True))
-loaded = skipdecode.load(model or repo, device="cpu", adapter=repo if model else None)
-found = skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=8)
-print(json.dumps([completion.text for completion in found.completions]))
+for folder, repo, options, model, prompts in json.loads(sys.argv[1]):
+    upload_folder = Path("upload", repo)
+    prepare(Path(folder), repo, upload_folder, **options)
+    print(upload(upload_folder, repo, private=True))
+    loaded = skipdecode.load(model or repo, device="cpu", adapter=repo if model else None)
+    found = skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=8)
+    print(json.dumps([completion.text for completion in found.completions]))
 """
 
 
@@ -54,23 +55,22 @@ def adapter(checkpoint: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def round_trip(tmp_path: Path, served: Hub, *arguments: Any) -> list[str]:
-    """Run ROUND_TRIP in a process that knows this hub alone; the texts."""
-    places = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"}
-    environment = os.environ | places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", ROUND_TRIP, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    address, texts = done.stdout.splitlines()[-2:]
-    assert address == f"{served.url}/{arguments[1]}"
-    return json.loads(texts)
-
-
-def test_an_adapter_goes_up_and_comes_back(adapter: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Nothing private goes along; its name on the Hub stands for its folder."""
+def test_an_adapter_and_a_checkpoint_go_up_and_come_back(adapter: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing private goes along; the adapter's name on the Hub stands for its folder."""
+    options = {"base_model": "you/base", "license": "mit"}
+    prompts = ["name Zizzi, area riverside ->"]
+    trips = [
+        (str(adapter), "me/fast", options, str(checkpoint), TEXTS[:3]),
+        (str(DEMO), "me/demo", {}, None, prompts),
+    ]
     with hub() as served:
-        options = {"base_model": "you/base", "license": "mit"}
-        texts = round_trip(tmp_path, served, str(adapter), "me/fast", options, str(checkpoint), TEXTS[:3])
+        places = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"}
+        environment = os.environ | places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", ROUND_TRIPS, json.dumps(trips)]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *_, first, texts, second, more = done.stdout.splitlines()
+    assert (first, second) == (f"{served.url}/me/fast", f"{served.url}/me/demo")
     files = served.files["me/fast"]
     top = {name for name in files if "/" not in name}
     assert top == {"README.md", "LICENSE", "adapter.safetensors", "skipdecode_adapter.json"}
@@ -79,17 +79,10 @@ def test_an_adapter_goes_up_and_comes_back(adapter: Path, checkpoint: Path, tmp_
     assert json.loads(files["skipdecode_adapter.json"])["base_model"] == "you/base"
     assert str(tmp_path.parent).encode() not in b"".join(files.values())
     assert yaml.safe_load(files["README.md"].decode().split("---")[1])["license"] == "mit"
-    here = skipdecode.generate(*skipdecode.load(adapter, device="cpu"), TEXTS[:3], speedup=2, max_new_tokens=8)
-    assert texts == [completion.text for completion in here.completions]
-
-
-def test_a_checkpoint_goes_up_and_comes_back(tmp_path: Path) -> None:
-    prompts = ["name Zizzi, area riverside ->"]
-    with hub() as served:
-        texts = round_trip(tmp_path, served, str(DEMO), "me/demo", {}, None, prompts)
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= {*served.files["me/demo"]}
-    here = skipdecode.generate(*skipdecode.load("demo", device="cpu"), prompts, speedup=2, max_new_tokens=8)
-    assert texts == [completion.text for completion in here.completions]
+    for name, asked, found in ((adapter, TEXTS[:3], texts), ("demo", prompts, more)):
+        here = skipdecode.generate(*skipdecode.load(name, device="cpu"), asked, speedup=2, max_new_tokens=8)
+        assert json.loads(found) == [completion.text for completion in here.completions]
 
 
 def test_files_of_any_name_go_along(tmp_path: Path) -> None:

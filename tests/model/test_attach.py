@@ -37,7 +37,6 @@ from helpers.families import (
     distance,
     new_token_logits,
     prompts,
-    reference_logits,
     run,
     same,
     uncached,
@@ -65,11 +64,6 @@ def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:
 def equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
     """Whether all steps' logits are the same bits."""
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
-def close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
-    """Whether they are equal but for rounding."""
-    return all(distance(a, b) < 1e-4 for a, b in zip(ours, theirs, strict=True))
 
 
 FULL = Schedule.full(LAYERS)
@@ -117,10 +111,9 @@ def test_attach_and_detach_leave_the_model_as_found(name: str) -> None:
         assert all(module.__dict__[name] is value for name, value in modules[key].items())
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "gemma3"])
-def test_a_forward_found_on_a_layer_is_kept(name: str) -> None:
+def test_a_forward_found_on_a_layer_is_kept() -> None:
     """An instance-level forward (as accelerate's hooks set) runs inside the gate, and is put back by detach."""
-    model, calls = build(name), [0] * LAYERS
+    model, calls = build("gpt2"), [0] * LAYERS
 
     def hook(index: int, forward: Any) -> Any:
         @functools.wraps(forward)
@@ -140,11 +133,14 @@ def test_a_forward_found_on_a_layer_is_kept(name: str) -> None:
     assert all(layer.__dict__["forward"] is f for layer, f in zip(decoder_layers(model), found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "gemma3"])
-def test_a_copy_is_independent(name: str) -> None:
-    """The gates of a deep copy belong to the copy's layers and plan; the original does not feel it."""
+@pytest.mark.parametrize("name", ["gpt-neo", "gemma4"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_is_independent(name: str, way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    """The gates of a copy belong to the copy's layers and plan; the original does not feel it."""
     model, inputs = attach(build(name)), prompts()
-    before, twin = run(model, inputs, TOP), copy.deepcopy(model)
+    before, twin = run(model, inputs, TOP), way(model)
     gates: list[Any] = [layer.forward for layer in decoder_layers(twin)]
     assert {type(gate) for gate in gates} == {Gate}
     assert all(g.original.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True))
@@ -186,29 +182,14 @@ def test_accelerates_hooks_may_come_after_the_gates() -> None:
     attach(model)
     assert torch.equal(run(model, inputs, TOP).sequences, expected)
     detach(model)
-    stands = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Patch)]
-    assert not stands
+    assert not [v for m in model.modules() for v in vars(m).values() if isinstance(v, Patch)]
     assert torch.equal(run(model, inputs).sequences, run(build("llama"), inputs).sequences)
-
-
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offloaded_models_skip(where: str, tmp_path: Path) -> None:
-    """Weights that come from elsewhere when a layer runs; a skipped layer's stay where they are."""
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs = build("llama"), prompts()
-    expected = run(model, inputs, TOP).sequences
-    detach(model)
-    if where == "cpu":
-        accelerate.cpu_offload(model, execution_device="cpu")
-    else:
-        accelerate.disk_offload(model, str(tmp_path), execution_device="cpu")
-    assert torch.equal(run(model, inputs, TOP).sequences, expected)
 
 
 # --- a schedule for every generate
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
     """Each call gets a cache of its own: the second writes what the first did; detached, the model is as it was."""
     model, few = build(name), partial(logits_of, max_new_tokens=5)
@@ -248,8 +229,8 @@ def test_a_method_that_a_module_lacks_is_not_made_up() -> None:
     """Older releases and decoders without a head lack some; a second patch of a kind does not stack upon the first."""
     module = nn.Linear(2, 2)
     for _ in range(2):
-        put(Patch, module, "generate")
-        put(Patch, module, "forward")
+        put(Patch, module, "generate", None)
+        put(Patch, module, "forward", None)
     assert not hasattr(module, "generate")
     assert [name for name, _ in patches_on(module)] == ["forward"]
 
@@ -265,17 +246,23 @@ def test_a_speedup_means_the_schedule_of_the_models_config() -> None:
 
 
 def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
-    """A schedule for another model, both a schedule and a speed-up, a step without a cache."""
+    """A schedule for another model, both a schedule and a speed-up, a model without its head, a step without a cache.
+
+    Continuous batching, whose passes would run all layers.
+    """
     model = build("llama")
     with pytest.raises(UsageError, match="one of schedule and speedup"):
         attach(model, TOP, speedup=3)
     with pytest.raises(ScheduleError, match="for 6 layers, the model has 8"):
         attach(model, Schedule(6, 3, 2, 4))
-    with pytest.raises(ScheduleError, match="1 to the number of layers"):
-        attach(model, speedup=9)
-    assert "generate" not in vars(model)
+    with pytest.raises(ModelError, match="does not generate"):
+        attach(model.model, speedup=2)
+    assert not any("forward" in vars(module) for module in model.modules())
     with pytest.raises(CacheError, match="use_cache=False"):
         logits_of(attach(model, TOP), use_cache=False)
+    with pytest.raises(UsageError, match="continuous batching runs all layers"):
+        model.generate_batch([[5, 6]])
+    assert "init_continuous_batching" not in vars(detach(model))
 
 
 def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
@@ -298,34 +285,15 @@ def test_peft_before_and_after() -> None:
     """Adapters put around an attached model, or attached around adapters: the call that generates is one's own."""
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules="all-linear")
-    expected = run(build("llama"), prompts(), TOP).logits  # new adapters change nothing
-    assert not close(expected, logits_of(build("llama")))
-    assert close(logits_of(peft.get_peft_model(attach(build("llama"), TOP), adapter)), expected)
-    assert close(logits_of(attach(peft.get_peft_model(build("llama"), adapter), TOP)), expected)
+    expected = torch.stack(run(build("llama"), prompts(), TOP).logits)  # new adapters change nothing
+    for model in (
+        peft.get_peft_model(attach(build("llama"), TOP), adapter),
+        attach(peft.get_peft_model(build("llama"), adapter), TOP),
+    ):
+        assert distance(torch.stack(logits_of(model)), expected) < 1e-4
 
 
-def test_a_model_without_its_head_cannot_be_given_a_speedup() -> None:
-    """It does not generate; nothing is attached."""
-    model = build("llama").model
-    with pytest.raises(ModelError, match="does not generate"):
-        attach(model, speedup=2)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma4"])
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
-def test_copies_skip_as_the_original(name: str, way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
-    """A copied model is attached, and its caches are its own."""
-    model, inputs = attach(build(name)), prompts()
-    expected = run(model, inputs, TOP).sequences
-    twin = way(model)
-    assert torch.equal(run(twin, inputs, TOP).sequences, expected)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("a fault in a layer")])
-def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
+def test_an_error_inside_generate_leaves_nothing_behind() -> None:
     """What came through a layer's pass is over; the next call, stock or not, is right."""
     model, inputs = attach(build("llama")), prompts()
     stock, skipped = run(model, inputs), run(model, inputs, TOP)
@@ -335,11 +303,11 @@ def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
         def fail(module: Any, args: Any, at: int = at, calls: list[int] = calls) -> None:
             calls.append(1)
             if len(calls) > at:
-                raise error
+                raise KeyboardInterrupt
 
         layer: Any = decoder_layers(model)[7]
         handle = layer.mlp.register_forward_pre_hook(fail)
-        with pytest.raises(error if isinstance(error, type) else type(error)):
+        with pytest.raises(KeyboardInterrupt):
             run(model, inputs, TOP)
         handle.remove()
         assert torch.equal(run(model, inputs).sequences, stock.sequences)
@@ -350,9 +318,9 @@ def test_nothing_is_kept_of_a_call() -> None:
     """Caches and the models they belong to are given back."""
     model = attach(build("llama"))
     caches = []
-    for _ in range(20):
+    for _ in range(3):
         cache = SkipCache(model, TOP)
-        run(model, prompts(), **{CACHE: cache})
+        run(model, prompts(), **{CACHE: cache}, max_new_tokens=3)
         caches.append(weakref.ref(cache))
         del cache
     gc.collect()
@@ -364,26 +332,21 @@ def test_nothing_is_kept_of_a_call() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["model", "layers"])
-def test_compiled_models_skip_and_are_not_compiled_anew_at_every_step(part: str) -> None:
-    """With torch.compile around the model, or around each layer, texts are the same and compilation ends."""
+def test_compiled_layers_skip_and_are_not_compiled_anew_at_every_step() -> None:
+    """With torch.compile around each layer, texts are the same and compilation ends."""
     (config_class, options), layers = FAMILIES["opt"], 3
     model = AutoModelForCausalLM.from_config(config_class(**options | {"num_hidden_layers": layers})).eval()
-    few = functools.partial(run, attach(model), prompts(), max_new_tokens=6)
-    plan = Schedule(layers, 2, 1, horizon=4)
+    few = functools.partial(run, model, prompts(), max_new_tokens=4)
+    plan = Schedule(layers, 2, 1, horizon=3)
     expected = few(plan).sequences
     torch._dynamo.reset()
-    if part == "model":
-        model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
-    else:
-        detach(model)
-        for layer in decoder_layers(model):
-            layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
+    detach(model)
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
     assert torch.equal(few(plan).sequences, expected)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert compiled > 0
-    for order in ("bottom", "even", "top"):
-        few(plan.replace(order=order))
+    few(plan.replace(order="bottom"))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= compiled + layers
     torch._dynamo.reset()
 
@@ -411,11 +374,10 @@ def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
     """Upper layers that are given fewer positions ask about the pass's own width; layer 0 begins the next pass."""
     teacher = TeacherForcedPass(TOP, 4)
     for width in (9, 12, 6):
-        expected = TOP.positions_per_layer(4, width)
-        assert [teacher.begin_layer(0, width)] + [
-            teacher.begin_layer(layer, 3) for layer in range(1, LAYERS)
-        ] == expected
-        assert teacher.width == width
+        teacher.begin_layer(0, width)
+        for layer in range(1, LAYERS):
+            teacher.begin_layer(layer, 3)
+        assert teacher.counts == TOP.positions_per_layer(4, width)
     for layer, count in enumerate(TOP.positions_per_layer(4, 20)):
         again = TeacherForcedPass(TOP, 4)
         again.begin_layer(0, 6)
@@ -424,39 +386,19 @@ def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
 
 def test_teachers_may_stand_within_each_other() -> None:
     """The inner one's schedule runs inside, the outer one's again after it, and none after that."""
-    model = attach(build("opt"))
-    ids = torch.randint(2, 128, (len(LENGTHS), WIDTH + 6))
+    model, ids = attach(build("opt")), torch.randint(2, 128, (2, WIDTH + 6))
 
-    def logits(**options: Any) -> torch.Tensor:
+    def logits() -> Tensor:
         with torch.no_grad():
-            return model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options).logits
+            return model(ids, use_cache=False).logits
 
     plain = logits()
-    outer, inner = SCHEDULES["bottom"], SCHEDULES["even"]
-    alone = {}
-    for plan in (outer, inner):
-        with teacher_forced(model, plan, WIDTH):
-            alone[plan] = logits()
-    with teacher_forced(model, outer, WIDTH):
-        with teacher_forced(model, inner, WIDTH):
-            assert torch.equal(logits(), alone[inner])
-        assert torch.equal(logits(), alone[outer])
+    with teacher_forced(model, SCHEDULES["bottom"], WIDTH):
+        outer = logits()
+        with teacher_forced(model, SCHEDULES["even"], WIDTH):
+            assert not torch.equal(logits(), outer)
+        assert torch.equal(logits(), outer)
     assert torch.equal(logits(), plain)
-    assert not torch.equal(alone[outer], alone[inner])
-
-
-def test_teacher_forcing_fits_every_width() -> None:
-    """The width is that of the pass, so that it cannot be given wrongly; several may follow each other."""
-    model = attach(build("llama"))
-    with torch.no_grad():
-        for width in (WIDTH, 12, 30, 10):
-            ids, mask = torch.randint(2, 128, (2, width)), torch.ones(2, WIDTH, dtype=torch.long)
-            expected = reference_logits(model, TOP, torch.cat([ids, ids[:, :1]], 1), mask)
-            attach(model)
-            with teacher_forced(model, TOP, WIDTH):
-                for other in (7, width):
-                    logits = model(ids[:, :other], use_cache=False).logits
-            assert distance(logits[:, WIDTH - 1 :], expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -477,22 +419,17 @@ def test_a_teacher_forced_pass_fills_no_cache(name: str) -> None:
     assert torch.equal(inside.sequences, run(model, inputs, TOP).sequences), "a SkipCache follows its own schedule"
 
 
-def test_a_schedule_for_another_depth_is_refused() -> None:
-    """By the cache and by teacher forcing, with both numbers."""
-    model, wrong = attach(build("llama")), Schedule(LAYERS + 1, 4, 2, horizon=4)
+def test_a_model_without_gates_or_of_another_depth_is_refused() -> None:
+    """By a SkipCache and by teacher forcing."""
+    model, wrong = build("gpt2"), Schedule(LAYERS + 1, 4, 2, horizon=4)
+    with pytest.raises(CacheError, match=r"skipdecode\.attach\(model\)"):
+        SkipCache(model, TOP)
+    with pytest.raises(ModelError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2):
+        pass
+    attach(model)
     with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
         SkipCache(model, wrong)
     with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"), teacher_forced(model, wrong, 2):
-        pass
-
-
-@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3"])
-def test_a_model_without_gates_is_refused(name: str) -> None:
-    """A SkipCache, or teacher forcing, on a model that was never attached."""
-    model = build(name)
-    with pytest.raises(RuntimeError, match=r"skipdecode\.attach\(model\)"):
-        model.generate(**prompts(), **{CACHE: SkipCache(model, TOP)}, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2):
         pass
 
 
@@ -500,7 +437,7 @@ def test_a_model_without_gates_is_refused(name: str) -> None:
 def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     """The backward pass recomputes each layer on the same columns."""
     model, inputs = attach(build(name)).train(), prompts()
-    sequences = torch.cat([inputs["input_ids"], torch.randint(2, 128, (len(LENGTHS), 12))], dim=1)
+    sequences = torch.cat([inputs["input_ids"], torch.randint(2, 128, (len(LENGTHS), 9))], dim=1)
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
@@ -511,7 +448,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
     plain = gradients()
     # Where layers lend each other keys, transformers' own gradients are wrong with reentrant checkpoints.
-    for reentrant in (False,) if kv_shared_layers(model.config) else (False, True):
+    for reentrant in (False, True) if name in FORMS and not kv_shared_layers(model.config) else (False,):
         # transformers 5.23 changed the name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": reentrant})

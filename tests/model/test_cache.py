@@ -46,12 +46,6 @@ from skipdecode.model.inspect import kv_shared_layers
 FULL = Schedule.full(LAYERS)
 
 
-every_family = pytest.mark.parametrize("name", FAMILIES)
-
-
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-
-
 @pytest.fixture
 def model() -> PreTrainedModel:
     """Any attached model."""
@@ -76,18 +70,8 @@ def _pass(cache: SkipCache, width: int) -> list[int]:
     return ran
 
 
-def test_a_new_cache_has_seen_and_holds_nothing() -> None:
-    """Counters start at zero, and a model without gates has no cache at all."""
-    with pytest.raises(CacheError, match="the model has no gates"):
-        SkipCache(build("opt"), TOP)
-    cache = SkipCache(attach(build("opt")), TOP)
-    assert (cache.passes, cache.peak_kv_bytes, cache.get_seq_length()) == (0, 0, 0)
-    assert cache.step_depths == []
-    assert not cache.has_previous_state()
-
-
 @pytest.mark.parametrize("name", sorted({"opt", "gemma3", "qwen3.5", "gemma4-shared"} & set(FAMILIES)))
-@pytest.mark.parametrize("schedule", ["top", "prompt-wide", "full"])
+@pytest.mark.parametrize("schedule", ["prompt-wide", "full"])
 def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
     """After each pass: positions seen, the mask's size of every layer that still runs, and whether there is a state."""
     plan = FULL if schedule == "full" else SCHEDULES[schedule]
@@ -107,14 +91,6 @@ def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
             assert (layer_kv_bytes(cache.layers[layer]) > 0) == (
                 layer in keeps and layer_kv_bytes(stock.layers[layer]) > 0
             )
-
-
-def test_the_full_schedules_passes_after_the_first_are_steps() -> None:
-    """Of any width, as assisted decoding verifies several positions at once."""
-    cache = SkipCache(attach(build("opt")), FULL)
-    for width in (5, 1, 3):
-        assert _pass(cache, width) == [width] * LAYERS
-    assert (cache.passes, cache.step_depths) == (3, [LAYERS] * 2)
 
 
 # --- memory
@@ -142,7 +118,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", [name for name in ("opt", "gpt-neo", "qwen3.5") if name in FAMILIES])
-@pytest.mark.parametrize("schedule", ["top", "bottom", "constant", "prompt-wide"])
+@pytest.mark.parametrize("schedule", ["top", "prompt-wide"])
 def test_the_peak_of_bytes_is_that_of_memory(name: str, schedule: str) -> None:
     """Watched from outside, operation by operation: a layer that is retired when it has run counts while it runs."""
     model = attach(build(name))
@@ -154,16 +130,17 @@ def test_the_peak_of_bytes_is_that_of_memory(name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED if name in FAMILIES])
-@every_schedule
-def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str, schedule: Schedule) -> None:
+def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str) -> None:
     """Whatever the order: the depths are those asked for, and no layer runs without the one whose keys it reads."""
     model = attach(build(name))
-    plan, borrowed = SkipCache(model, schedule).schedule, kv_shared_layers(model.config)
+    borrowed = kv_shared_layers(model.config)
     assert borrowed == {4: 2, 5: 3, 6: 2, 7: 3}
-    for step in range(schedule.horizon + 1):
-        assert plan.depth(step) == schedule.depth(step)
-        running = plan.layers(plan.depth(step))
-        assert all(borrowed[layer] in running for layer in running if layer in borrowed)
+    for schedule in SCHEDULES.values():
+        plan = SkipCache(model, schedule).schedule
+        for step in range(schedule.horizon + 1):
+            running = plan.layers(schedule.depth(step))
+            assert plan.depth(step) == schedule.depth(step)
+            assert all(borrowed[layer] in running for layer in running if layer in borrowed)
 
 
 def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
@@ -176,14 +153,6 @@ def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
     assert retired & {*recurrent}
     assert {*recurrent} - retired
     assert all(cache.has_previous_state(index) is True for index in recurrent)
-
-
-@pytest.mark.skipif("gemma4-shared" not in FAMILIES, reason="the release of transformers lacks it")
-def test_a_layer_that_borrows_its_keys_stores_none() -> None:
-    """It has run as it should."""
-    cache = SkipCache(attach(build("gemma4-shared")), FULL)
-    assert _pass(cache, 5) == [5] * LAYERS
-    assert layer_kv_bytes(cache.layers[-1]) == 0
 
 
 # --- what a layer may store
@@ -217,7 +186,7 @@ def test_a_layer_must_store_the_positions_that_it_runs(stored: int) -> None:
 # --- going deeper again
 
 
-@every_family
+@pytest.mark.parametrize("name", FORMS)
 def test_a_second_turn_on_the_same_cache_is_refused(name: str) -> None:
     """New text after the answer would need the layers that were retired."""
     model, inputs = build(name), prompts()
@@ -228,10 +197,9 @@ def test_a_second_turn_on_the_same_cache_is_refused(name: str) -> None:
         model.generate(turn, attention_mask=mask, **{CACHE: first[CACHE]}, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma3"])
-def test_the_full_schedule_allows_a_second_turn(name: str) -> None:
+def test_the_full_schedule_allows_a_second_turn() -> None:
     """Nothing is retired, so the cache goes on like an ordinary one."""
-    model, inputs = attach(build(name)), prompts()
+    model, inputs = attach(build("gemma3")), prompts()
     turns = []
     for cache in (SkipCache(model, FULL), DynamicCache(config=model.config)):
         first = run(model, inputs, **{CACHE: cache})
@@ -250,12 +218,11 @@ def test_only_one_column_may_follow_the_prompt(model: PreTrainedModel, width: in
         model(inputs["input_ids"][:, :width], **{CACHE: cache})
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("chunk", [1, 4, WIDTH - 1])
-def test_chunked_prefill_is_refused(name: str, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [1, WIDTH - 1])
+def test_chunked_prefill_is_refused(chunk: int) -> None:
     """Chunks hide where the prompt ends; a last chunk of one column would pass for a step."""
     with pytest.raises(RuntimeError, match="a chunk of one"):
-        run(build(name), prompts(), TOP, prefill_chunk_size=chunk)
+        run(build("gemma3"), prompts(), TOP, prefill_chunk_size=chunk)
 
 
 def test_chunked_prefill_in_the_generation_config_is_refused(model: PreTrainedModel) -> None:
@@ -277,15 +244,6 @@ def test_assisted_decoding_is_refused(model: PreTrainedModel, kind: str) -> None
     assert torch.equal(assisted.sequences, run(model, inputs).sequences)
 
 
-def test_cropping_is_refused_and_not_advertised(model: PreTrainedModel) -> None:
-    """``generate`` asks is_croppable before it plans to roll a step back (as it does on Apple's GPUs)."""
-    cache = run(model, prompts(), TOP)[CACHE]
-    assert not cache.is_croppable
-    assert SkipCache(model, FULL).is_croppable
-    with pytest.raises(RuntimeError, match="cannot be cropped"):
-        cache.crop(-1)
-
-
 def test_a_recurrent_state_takes_no_second_prompt() -> None:
     """One such layer among others is enough, though no layer is retired; where nothing is ever skipped, it may."""
     model, deep = attach(build("qwen3.5")), SCHEDULES["top-to-1"]
@@ -301,9 +259,8 @@ def test_a_recurrent_state_takes_no_second_prompt() -> None:
     assert cache.get_seq_length() == 10
 
 
-def test_the_full_schedules_cache_can_be_cropped() -> None:
+def test_only_the_full_schedules_cache_can_be_cropped(model: PreTrainedModel) -> None:
     """Nothing is retired, so a position may be rolled back, as from a stock cache."""
-    model = attach(build("llama"))
     caches = [SkipCache(model, FULL), DynamicCache(config=model.config)]
     for cache in caches:
         model(**prompts(), **{CACHE: cache})
@@ -312,13 +269,18 @@ def test_the_full_schedules_cache_can_be_cropped() -> None:
     for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
+    assert caches[0].is_croppable, "generate asks before it plans to roll a step back"
+    skipping = SkipCache(model, TOP)
+    assert not skipping.is_croppable
+    with pytest.raises(CacheError, match="cannot be cropped"):
+        skipping.crop(-1)
 
 
 # --- a cache that holds everything goes on
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
-@pytest.mark.parametrize("read", [[5], [WIDTH - 1], [1, 5]], ids=str)
+@pytest.mark.parametrize("name", ["opt", "gemma3"])
+@pytest.mark.parametrize("read", [[WIDTH - 1], [1, 5]], ids=str)
 def test_a_prompt_may_come_in_parts_while_no_layer_is_retired(name: str, read: list[int]) -> None:
     """Of any width, one position too: logits are those of the prompt read at once, and depths begin behind it."""
     model, inputs = attach(build(name)), prompts()
@@ -385,9 +347,6 @@ def test_a_copied_cache_belongs_to_the_same_model(name: str) -> None:
 # --- a prefix
 
 
-SPEEDS = {"top": TOP, "even": SCHEDULES["even"], "full": Schedule.full(LAYERS)}
-
-
 def prefix_of(model: PreTrainedModel, inputs: dict[str, Tensor], length: int) -> DynamicCache:
     """The first columns of a batch, computed by the model as it is."""
     cache, mask = DynamicCache(config=model.config), inputs["attention_mask"][:, :length]
@@ -421,29 +380,24 @@ def test_a_prefix_serves_many_calls_at_any_speed(name: str) -> None:
         with pytest.raises(CacheError, match="recurrent"):
             SkipCache(attach(model), TOP, prefix=DynamicCache(config=model.config))
         return
-    alone = {speed: run(model, inputs, schedule) for speed, schedule in SPEEDS.items()}
-    for length in (1, 4, 8):
-        prefix = prefix_of(model, inputs, length)
-        for speed, schedule in SPEEDS.items():
-            with widths(model) as seen:
-                after = run(model, inputs, **{CACHE: SkipCache(model, schedule, prefix=prefix)})
-            assert seen[0] == inputs["input_ids"].shape[1] - length
-            for a, b in zip(after.logits, alone[speed].logits, strict=True):
-                assert distance(a, b) < 1e-4
-            assert prefix.get_seq_length() == length
+    prefix = prefix_of(model, inputs, 4)
+    for schedule in (TOP, FULL):
+        alone = run(model, inputs, schedule, max_new_tokens=5)
+        with widths(model) as seen:
+            after = run(model, inputs, **{CACHE: SkipCache(model, schedule, prefix=prefix)}, max_new_tokens=5)
+        assert seen[0] == WIDTH - 4
+        assert distance(torch.stack(after.logits), torch.stack(alone.logits)) < 1e-4
+        assert prefix.get_seq_length() == 4
 
 
 def test_memory_counts_what_the_prefix_holds() -> None:
-    """The peak is that of a call without it, or what all layers hold of the prefix."""
+    """The peak is at least what all layers hold of the prefix."""
     model, inputs = attach(build("llama")), prompts()
     prefix = prefix_of(model, inputs, 8)
-    caches = [SkipCache(model, TOP), SkipCache(model, TOP, prefix=prefix)]
-    for cache in caches:
-        run(model, inputs, **{CACHE: cache})
-    assert caches[0].step_depths == caches[1].step_depths
-    held = sum(layer.keys.numel() * 2 * 4 for layer in prefix.layers)
-    assert SkipCache(model, TOP, prefix=prefix).peak_kv_bytes == held
-    assert caches[1].peak_kv_bytes >= held
+    cache = SkipCache(model, TOP, prefix=prefix)
+    assert cache.peak_kv_bytes == sum(layer.keys.numel() * 2 * 4 for layer in prefix.layers)
+    run(model, inputs, **{CACHE: cache})
+    assert cache.step_depths == [TOP.depth(step) for step in range(STEPS)]
 
 
 def test_what_is_no_prefix_is_refused() -> None:

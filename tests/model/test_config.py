@@ -95,9 +95,6 @@ def test_layers_that_lend_their_kv_are_ranked_before_their_borrowers() -> None:
     assert bound == plan.replace(order=(2, 4, 0, 3, 1))
     assert bind(bound, lending_config()) is bound
     assert bind(TOP, build("opt").config) is TOP
-
-
-def test_a_schedule_for_another_number_of_layers_is_refused() -> None:
     with pytest.raises(ScheduleError, match="for 8 layers, the model has 5"):
         bind(Schedule.full(8), lending_config())
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import UserDict
-from collections.abc import Iterable
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,18 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    ZayaConfig,
-    set_seed,
 )
 
 from helpers.families import (
     DENSE,
-    EAGER_ONLY,
     FAMILIES,
     FORMS,
     LAYERS,
@@ -49,17 +42,16 @@ from helpers.families import (
     reference_logits,
     row,
     run,
-    same,
     uncached,
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, teacher_forced
-from skipdecode.errors import CacheError, UnsupportedModel
+from skipdecode.errors import CacheError
 from skipdecode.model.cache import BLOCK_SIZE, PreallocatedLayer, total_kv_bytes
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import bind
-from skipdecode.model.gate import Gates, PositionSlice, refuse_packed
-from skipdecode.model.inspect import decoder_layers
+from skipdecode.model.gate import PositionSlice, refuse_packed
+from skipdecode.model.inspect import decoder_layers, gates_of
 
 FULL = Schedule.full(LAYERS)
 
@@ -67,17 +59,9 @@ FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
 
 
-#: What schedules may ask of a family: any order down to one layer, decay in the prompt.
-ORDERS = ("permutation", "prompt-wide")
-
-
-every_family = pytest.mark.parametrize("name", FAMILIES)
-
-
-def pairs(always: Iterable[str], forms: Iterable[str]) -> Any:
-    """Every family with some of the schedules; one family of each form with more of them."""
-    some = [(name, schedule) for name in FAMILIES for schedule in always]
-    return pytest.mark.parametrize(("name", "schedule"), some + [(n, s) for n in FORMS if n in FAMILIES for s in forms])
+#: Every family in any order and with decay in the prompt; one family of each form with all schedules.
+PAIRS = [(name, "prompt-wide") for name in FAMILIES if name not in FORMS]
+PAIRS += [(name, schedule) for name in FORMS for schedule in SCHEDULES]
 
 
 # --- step by step = teacher-forced = the naive reference
@@ -101,7 +85,7 @@ def stock_kv_bytes(name: str) -> list[list[int]]:
     return probe.measure_layer_kv
 
 
-@pairs(ORDERS, [name for name in SCHEDULES if name not in ORDERS])
+@pytest.mark.parametrize(("name", "schedule"), PAIRS)
 def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(name: str, schedule: str) -> None:
     """Invariants 1, 2 and 5 for all orders, decays and decay inside the prompt.
 
@@ -129,17 +113,12 @@ def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(nam
     check_teacher_forced(model, asked, inputs["attention_mask"], output)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EAGER_ONLY])
-def test_decoding_is_teacher_forcing_in_eager_attention(name: str) -> None:
-    """Invariant 2 where SDPA, which the other tests run, is not used."""
-    model, inputs = build(name, "eager"), prompts()
-    check_teacher_forced(model, TOP, inputs["attention_mask"], run(model, inputs, TOP))
-
-
-@every_family
-def test_decoding_is_teacher_forcing_without_padding(name: str) -> None:
-    """Invariant 2 for a batch of equal lengths, whose mask ``generate`` drops."""
-    model, inputs, schedule = build(name), prompts((7, 7)), SCHEDULES["prompt"]
+@pytest.mark.parametrize(
+    ("name", "lengths"), [*((name, (7, 7)) for name in FAMILIES), *((name, LENGTHS) for name in FORMS)], ids=str
+)
+def test_decoding_is_teacher_forcing_in_eager_attention(name: str, lengths: tuple[int, ...]) -> None:
+    """Invariant 2 where SDPA, which the other tests run, is not used; and for equal lengths, without a mask."""
+    model, inputs, schedule = build(name, "eager"), prompts(lengths), SCHEDULES["prompt"]
     check_teacher_forced(model, schedule, inputs["attention_mask"], run(model, inputs, schedule))
 
 
@@ -163,16 +142,14 @@ HABITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("habit", HABITS)
-@pytest.mark.parametrize(("name", "key"), [("opt", "top"), ("gemma3", "prompt")])
-def test_habits_are_those_of_a_naive_model(name: str, key: str, habit: str) -> None:
+def test_habits_are_those_of_a_naive_model(habit: str) -> None:
     """The same texts as a stock model without a cache whose skipped layers are undone in every pass."""
-    model, inputs, plan = build(name), prompts(), SCHEDULES[key]
-    options = {"max_new_tokens": plan.horizon + 2} | HABITS[habit]
+    model, inputs, plan = build("gemma3"), prompts(), SCHEDULES["prompt"]
     torch.manual_seed(3)
-    ours = run(model, inputs, plan, **options)
-    with naive(model, plan, inputs["input_ids"].shape[1]) as stock:
+    ours = run(model, inputs, plan, **HABITS[habit])
+    with naive(model, plan, WIDTH) as stock:
         torch.manual_seed(3)
-        theirs = run(stock, inputs, use_cache=False, **options)
+        theirs = run(stock, inputs, use_cache=False, **HABITS[habit])
     assert torch.equal(ours.sequences, theirs.sequences)
 
 
@@ -202,17 +179,13 @@ def loop(model: PreTrainedModel, inputs: dict[str, Tensor], cache: DynamicCache)
     return logits
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+@pytest.mark.parametrize("name", ["opt", "gemma3"])
 def test_a_loop_of_ones_own_skips_too(name: str) -> None:
     """Model(...) with a SkipCache and input embeddings gives generate's logits."""
     model, inputs = attach(build(name)), prompts()
     expected = run(model, inputs, TOP)
     logits = loop(model, inputs, SkipCache(model, TOP))
     assert distance(torch.stack(logits, 1), torch.stack(expected.logits, 1)) < 1e-5
-    assert (
-        distance(torch.stack(logits, 1), new_token_logits(model, TOP, expected.sequences, inputs["attention_mask"]))
-        < 1e-5
-    )
 
 
 def test_the_form_of_layers_is_not_learnt_from_who_ran_before() -> None:
@@ -232,42 +205,16 @@ def test_the_form_of_layers_is_not_learnt_from_who_ran_before() -> None:
         assert distance(torch.stack(output.logits, 1), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "qwen2-mixed", "gemma3"])
-def test_beam_scores_are_teacher_forced_scores(name: str) -> None:
-    """Beams reorder the cache: each returned sequence's score is the sum of its teacher-forced log probabilities."""
-    model, inputs = build(name), prompts()
-    output = run(model, inputs, TOP, num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
-    mask = inputs["attention_mask"].repeat_interleave(3, dim=0)
-    logits = new_token_logits(model, TOP, output.sequences, mask).log_softmax(-1)
-    scores = logits.gather(-1, output.sequences[:, WIDTH:, None]).sum((1, 2))
-    torch.testing.assert_close(output.sequences_scores, scores, rtol=0, atol=1e-4)
-    assert output[CACHE].step_depths == [TOP.depth(g) for g in range(STEPS)]
-
-
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
-def test_sampling_repeats_and_is_teacher_forced(name: str) -> None:
-    """The same seed gives the same tokens; the logits they were drawn from are the teacher-forced ones."""
-    model, inputs, outputs = build(name), prompts(), []
-    for _ in range(2):
-        set_seed(7)
-        outputs.append(run(model, inputs, TOP, do_sample=True, temperature=1.5, top_p=0.9, num_return_sequences=2))
-    assert same(*outputs)
-    mask = inputs["attention_mask"].repeat_interleave(2, dim=0)
-    sequences = outputs[0].sequences
-    assert distance(torch.stack(outputs[0].logits, 1), new_token_logits(model, TOP, sequences, mask)) < TOLERANCE
-    assert not torch.equal(sequences, run(model, inputs, TOP, num_return_sequences=1).sequences.repeat_interleave(2, 0))
-
-
 # --- batch = alone
 
 
-@pairs(["prompt"], ["top"])
-def test_a_row_does_not_depend_on_its_batch(name: str, schedule: str) -> None:
-    """Each row's greedy tokens are those of the row alone without padding; its logits too, in fp32."""
-    model, inputs = build(name), prompts()
-    together = run(model, inputs, SCHEDULES[schedule])
-    for index in range(len(LENGTHS)):
-        alone = run(model, row(inputs, index), SCHEDULES[schedule])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
+    """Each padded row's greedy tokens are those of the row alone without padding; its logits too, in fp32."""
+    model, inputs, schedule = build(name), prompts(), SCHEDULES["prompt"]
+    together = run(model, inputs, schedule)
+    for index in (1, 2):
+        alone = run(model, row(inputs, index), schedule)
         assert together.sequences[index, WIDTH:].tolist() == alone.sequences[0, LENGTHS[index] :].tolist()
         assert distance(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0]) < 10 * TOLERANCE
 
@@ -357,10 +304,10 @@ def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
         assert stock[step + 1] - skipping[step + 1] == saved > 0
 
 
-@pairs(["prompt"], ["top"])
-def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_a_pass_costs_each_layer_the_positions_it_runs(name: str) -> None:
     """Forward: each layer costs what it costs in a stock pass over just its own positions, counted, not computed."""
-    model, length = build(name, "eager"), 24
+    model, length = build(name, "eager"), 18
     mask = prompts()["attention_mask"]
     sequences = torch.randint(2, 128, (len(mask), length))
 
@@ -370,7 +317,7 @@ def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str)
         return counter.layers
 
     attach(model)
-    plan = bind(SCHEDULES[schedule], model.config)
+    plan = bind(SCHEDULES["prompt"], model.config)
     counts = plan.positions_per_layer(WIDTH, length)
     assert sum(counts) < LAYERS * length
     alone = {width: flops(FULL, width) for width in {*counts} if width > WIDTH}
@@ -386,72 +333,37 @@ def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str)
 
 
 def test_a_skipped_layer_passes_its_first_argument_on() -> None:
-    """Hidden states come first or by their name; what stands behind them is not looked at."""
-    model = attach(build("llama"))
+    """Hidden states come first or by their name; what a layer returns beside them is learnt without the cache."""
+    model = attach(build("gpt2"))
     cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
     model(**prompts(), **{CACHE: cache})
     cache.begin_layer(0, 1)
     layer = decoder_layers(model)[1]
     assert cache.begin_layer(1, 1) == 0
-    model.forward.gates.learn_output(hidden)
-    assert layer(hidden, None, torch.zeros(2), **{CACHE: cache}) is hidden
-    assert layer(hidden_states=hidden, **{CACHE: cache}) is hidden
-
-
-def test_what_a_skipped_layer_returns_is_learned_without_the_cache() -> None:
-    """Given by place or by name: a position that the schedule skips leaves nothing in it."""
-    model = attach(build("gpt2"))
-    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
-    model(**prompts(), **{CACHE: cache})
-    cache.begin_layer(0, 1)
-    for values, named in (((cache,), {}), ((), {CACHE: cache})):
-        model.forward.gates.output_is_known = False
-        assert torch.equal(decoder_layers(model)[1](hidden, *values, **named), hidden)
-        assert model.forward.gates.output_is_known
+    for values, named in (
+        ((hidden, cache), {}),
+        ((hidden,), {CACHE: cache}),
+        ((), {"hidden_states": hidden, CACHE: cache}),
+    ):
+        gates_of(model).values = None
+        assert layer(*values, **named) is hidden
+        assert gates_of(model).values == 0
 
 
 def test_a_layer_that_is_given_too_few_positions_is_refused() -> None:
     """Only layers that borrow their keys can do without the positions that a model has dropped."""
     model = attach(build("llama"))
     with teacher_forced(model, TOP, 4):
-        plan = model.forward.gates.forced
+        plan = gates_of(model).forced
         plan.begin_layer(0, 9)
         with pytest.raises(CacheError, match="layer 3 gets 4 of 9 positions"):
             decoder_layers(model)[3](torch.zeros(2, 4, 32))
 
 
-@pytest.mark.parametrize(
-    ("hidden", "shape", "axis"),
-    [
-        ((2, 5, 8), None, 1),
-        ((2, 5, 8), (2, 5), 1),
-        ((3, 2, 5, 8), (2, 5), 2),  # streams before, as Gemma 3n's
-        ((2, 5, 3, 8), (2, 5), 1),  # streams after, as DeepSeek-V4's
-    ],
-)
-def test_positions_are_found_by_the_shape_of_the_ids(
-    hidden: tuple[int, ...], shape: tuple[int, ...] | None, axis: int
-) -> None:
-    """The axis after the batch's."""
-    gates = Gates({})
-    assert gates.axis(torch.zeros(hidden), shape) == axis
-    if len(hidden) > 3:
-        assert gates.axis(torch.zeros(2, 2, 2, 8), (2, 2)) == axis, "what cannot be told from one pass is remembered"
-
-
-@pytest.mark.parametrize("shape", [None, (2, 2), (4, 5)])
-def test_positions_that_cannot_be_told_are_refused(shape: tuple[int, ...] | None) -> None:
-    """Two axes fit, or none."""
-    with pytest.raises(CacheError, match="do not show where their positions are"):
-        Gates({}).axis(torch.zeros(2, 2, 2, 8), shape)
-
-
 def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
     """A tensor, or a tuple as long as the one that a layer returned."""
-    gates, hidden = Gates({}), torch.zeros(2, 5, 8)
-    assert not gates.output_is_known
+    gates, hidden = gates_of(attach(build("llama"))), torch.zeros(2, 5, 8)
     gates.learn_output((hidden, 1, 2))
-    assert gates.output_is_known
     assert gates.like_output(hidden) == (hidden, None, None)
     gates.learn_output(hidden)
     assert gates.like_output(hidden) is hidden
@@ -460,37 +372,56 @@ def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
 # --- the arguments of a layer
 
 
+#: The last 4 of 9 positions, of which a layer runs 3: it sees the keys of the 5 before them as well.
+LAST = PositionSlice(4, 3, 9)
+#: The first 4 of 9.
+FIRST = PositionSlice(9, 4, 9)
+
+
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype", "expected"),
+    ("part", "name", "shape", "dtype", "expected"),
     [
-        # The last 4 of 9 positions, of which it runs 3: it sees the keys of the 5 before them as well.
-        ("hidden_states", (2, 4, 32), torch.float32, (2, 3, 32)),
-        ("attention_mask", (2, 1, 4, 9), torch.float32, (2, 1, 3, 8)),
-        ("attention_mask", (2, 9), torch.int64, (2, 8)),
-        ("attention_mask", (2, 9), torch.float32, (2, 8)),
-        ("attention_mask", (2, 7), torch.int64, (2, 7)),
-        ("alibi", (8, 1, 9), torch.float32, (8, 1, 8)),
-        ("position_bias", (1, 8, 4, 9), torch.float32, (1, 8, 3, 8)),
-        ("position_ids", (2, 9), torch.int64, (2, 8)),
-        ("position_ids", (3, 2, 4), torch.int64, (3, 2, 3)),
-        ("position_ids", (3, 2, 5), torch.int64, (3, 2, 5)),
-        ("position_embeddings", (4, 16), torch.float32, (3, 16)),
-        ("position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
-        ("scale", (), torch.float32, ()),
-        ("slopes", (4,), torch.float32, (4,)),
-        ("scales", (2, 4), torch.float32, (2, 3)),
-        ("frequencies", (4, 9), torch.complex64, (3, 9)),
-        ("frequencies", (4, 9), torch.float32, (3, 9)),
-        ("per_layer_input", (2, 4, 4, 8), torch.float32, (2, 3, 4, 8)),
-        ("per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
+        (LAST, "hidden_states", (2, 4, 32), torch.float32, (2, 3, 32)),
+        (LAST, "attention_mask", (2, 1, 4, 9), torch.float32, (2, 1, 3, 8)),
+        (LAST, "attention_mask", (2, 9), torch.int64, (2, 8)),
+        (LAST, "attention_mask", (2, 9), torch.float32, (2, 8)),
+        (LAST, "attention_mask", (2, 7), torch.int64, (2, 7)),
+        (LAST, "alibi", (8, 1, 9), torch.float32, (8, 1, 8)),
+        (LAST, "position_bias", (1, 8, 4, 9), torch.float32, (1, 8, 3, 8)),
+        (LAST, "position_ids", (2, 9), torch.int64, (2, 8)),
+        (LAST, "position_ids", (3, 2, 4), torch.int64, (3, 2, 3)),
+        (LAST, "position_ids", (3, 2, 5), torch.int64, (3, 2, 5)),
+        (LAST, "position_embeddings", (4, 16), torch.float32, (3, 16)),
+        (LAST, "position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
+        (LAST, "scale", (), torch.float32, ()),
+        (LAST, "slopes", (4,), torch.float32, (4,)),
+        (LAST, "scales", (2, 4), torch.float32, (2, 3)),
+        (LAST, "frequencies", (4, 9), torch.complex64, (3, 9)),
+        (LAST, "frequencies", (4, 9), torch.float32, (3, 9)),
+        (LAST, "per_layer_input", (2, 4, 4, 8), torch.float32, (2, 3, 4, 8)),
+        (LAST, "per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
+        (FIRST, "attention_mask", (2, 1, 9, 9), torch.float32, (2, 1, 4, 4)),
+        (FIRST, "attention_mask", (2, 1, 1, 9), torch.bool, (2, 1, 1, 4)),
+        (FIRST, "attention_mask", (2, 9), torch.int64, (2, 4)),
+        (FIRST, "alibi", (8, 1, 9), torch.float32, (8, 1, 4)),
+        (FIRST, "position_bias", (4, 1, 64), torch.float32, (4, 1, 64)),
+        (FIRST, "position_ids", (2, 9), torch.int64, (2, 4)),
+        (FIRST, "position_ids", (3, 9, 9), torch.int64, (3, 9, 4)),
+        (FIRST, "position_embeddings", (1, 9, 8), torch.float32, (1, 4, 8)),
+        (FIRST, "position_embeddings", (3, 2, 9, 9), torch.float32, (3, 2, 4, 9)),
+        (FIRST, "position_embeddings", (2, 9, 8), torch.complex64, (2, 4, 8)),
+        (FIRST, "per_layer_input", (9, 9, 9), torch.float32, (9, 4, 9)),
+        (FIRST, "hidden_states", (3, 2, 9, 32), torch.float32, (3, 2, 4, 32)),
+        (FIRST, "weights", (9, 32, 8, 16), torch.float32, (9, 32, 8, 16)),
+        (FIRST, "cache_position", (9,), torch.int64, (4,)),
     ],
 )
-def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
+def test_a_prefix_is_cut_where_the_positions_are(
+    part: PositionSlice, name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
 ) -> None:
-    """Where a model drops positions that upper layers need not compute, queries and keys have widths of their own."""
+    """By name and shape. Where a model drops positions, queries and keys have widths of their own."""
     given = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-    (), cut = PositionSlice(4, 3, 9).of_call(lambda **kwargs: None, (), {name: given})
+    (), cut = part.of_call(lambda **kwargs: None, (), {name: given})
     assert tuple(cut[name].shape) == expected
     assert torch.equal(cut[name], given[tuple(slice(0, size) for size in expected)]), "the first ones, of every axis"
 
@@ -533,34 +464,6 @@ def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
     assert {x.dtype for x in shared[0]} == {torch.float16}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype", "expected"),
-    [
-        ("attention_mask", (2, 1, 9, 9), torch.float32, (2, 1, 4, 4)),
-        ("attention_mask", (2, 1, 1, 9), torch.bool, (2, 1, 1, 4)),
-        ("attention_mask", (2, 9), torch.int64, (2, 4)),
-        ("alibi", (8, 1, 9), torch.float32, (8, 1, 4)),
-        ("position_bias", (4, 1, 64), torch.float32, (4, 1, 64)),
-        ("position_ids", (2, 9), torch.int64, (2, 4)),
-        ("position_ids", (3, 9, 9), torch.int64, (3, 9, 4)),
-        ("position_embeddings", (1, 9, 8), torch.float32, (1, 4, 8)),
-        ("position_embeddings", (3, 2, 9, 9), torch.float32, (3, 2, 4, 9)),
-        ("position_embeddings", (2, 9, 8), torch.complex64, (2, 4, 8)),
-        ("per_layer_input", (9, 9, 9), torch.float32, (9, 4, 9)),
-        ("hidden_states", (3, 2, 9, 32), torch.float32, (3, 2, 4, 32)),
-        ("weights", (9, 32, 8, 16), torch.float32, (9, 32, 8, 16)),
-        ("cache_position", (9,), torch.int64, (4,)),
-    ],
-)
-def test_a_prefix_is_cut_where_the_positions_are(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
-) -> None:
-    """What a four-dimensional tensor means is told by its name, not taken for a mask."""
-    value = torch.zeros(shape, dtype=dtype)
-    (), cut = PositionSlice(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
-    assert tuple(cut[name].shape) == expected
-
-
 # --- passes that cannot be exact
 
 
@@ -592,52 +495,17 @@ def test_packing_is_told_by_lengths_too() -> None:
     assert packed({"position_ids": torch.tensor([[3, 0, 1, 0, 1]])}), "the first text may begin before the row"
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_packed_positions_are_refused(name: str, rows: int) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_packed_positions_are_refused(name: str) -> None:
     """Position ids that restart within a row: several sequences in one."""
     model, length = attach(build(name)), 10
-    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]] * rows)
-    ids = torch.randint(2, 128, (rows, length))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]] * 2)
+    ids = torch.randint(2, 128, (2, length))
     with teacher_forced(model, TOP, 4), pytest.raises(ValueError, match=r"packed.*one sequence per row"):
         model(ids, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match=r"packed.*one sequence per row"):
         model(ids, position_ids=packed, **{CACHE: SkipCache(model, TOP)})
     model(ids, position_ids=packed, use_cache=False)  # the gates alone refuse nothing
-
-
-def test_padding_is_not_taken_for_packing() -> None:
-    """Left-padded prompts and right-padded responses restart at 0 as well, but hold one sequence."""
-    for mask in (
-        [0, 0, 0, 1, 1, 1, 1, 1],
-        [1, 1, 1, 1, 1, 0, 0, 0],
-        [0, 0, 1, 1, 1, 1, 0, 0],
-        [0, 1, 1, 1, 1, 1, 1, 1],
-    ):
-        rows = torch.tensor([mask])
-        uncached(attach(build("llama")), TOP, torch.randint(2, 128, (1, 8)), rows)
-
-
-@pytest.mark.parametrize("forced", [False, True])
-def test_a_state_that_layers_hand_on_is_refused(forced: bool) -> None:
-    """Zaya's layers give the next one their router's state, which a skipped layer does not have."""
-    config = ZayaConfig(
-        vocab_size=1000,
-        hidden_size=64,
-        num_hidden_layers=LAYERS,
-        layer_types=["hybrid"] * LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        moe_intermediate_size=32,
-        num_experts=4,
-        router_hidden_size=16,
-    )
-    model, inputs = attach(AutoModelForCausalLM.from_config(config).eval()), prompts()
-    held = teacher_forced(model, TOP, WIDTH) if forced else nullcontext()
-    call = partial(model, **inputs, use_cache=False) if forced else partial(run, model, inputs, TOP)
-    with held, pytest.raises(UnsupportedModel, match="hands the next one more than hidden states"):
-        call()
 
 
 def test_a_model_that_gives_no_layer_the_cache_is_noticed() -> None:
@@ -678,23 +546,15 @@ def test_prefix_tuning_is_noticed() -> None:
 
 
 @peft_asks
-@pytest.mark.parametrize("before", [True, False], ids=["attached-before", "attached-after"])
-def test_adapters_keep_the_guard_against_second_prompts(before: bool) -> None:
-    """Whether attach comes before LoRA or after; twice is once."""
+def test_adapters_keep_the_guard_against_second_prompts() -> None:
+    """Around an attached model, and attached again around it: twice is once."""
     peft = pytest.importorskip("peft")
-    model = build("llama")
-    model = peft.get_peft_model(attach(model) if before else model, peft.LoraConfig(target_modules="all-linear"))
+    model = peft.get_peft_model(attach(build("llama")), peft.LoraConfig(target_modules="all-linear"))
     attach(attach(model))
-    inputs, base = prompts(), build("llama")
+    inputs = prompts()
     cache = SkipCache(model, TOP)
     output = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(output, run(base, inputs, TOP).sequences)  # fresh adapters change nothing
+    assert torch.equal(output, run(build("llama"), inputs, TOP).sequences)  # fresh adapters change nothing
     for new in (2, WIDTH):
         with pytest.raises(CacheError, match="new SkipCache"):
             model.generate(**inputs, **{CACHE: cache}, max_new_tokens=new)
-
-
-def test_running_without_a_cache_is_refused_in_words_that_fit() -> None:
-    """Use_cache=False feeds the whole text at every step."""
-    with pytest.raises(CacheError, match="use_cache=False"):
-        run(build("llama"), prompts(), TOP, use_cache=False)

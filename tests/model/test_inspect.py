@@ -9,18 +9,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
-    BertConfig,
-    Gemma3TextConfig,
     GlmMoeDsaConfig,
-    GPTNeoXJapaneseConfig,
-    LlamaConfig,
     MiniMaxConfig,
     PreTrainedConfig,
     RwkvConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ZayaConfig,
 )
 
 from skipdecode import attach
@@ -102,22 +98,6 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         MiniMaxConfig(**TINY, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, head_dim=8),
         "cache of its own",
     ),
-    "looks ahead": (BertConfig(**TINY, num_attention_heads=4, intermediate_size=32), "looks ahead"),
-    "a decoder made to look ahead": (
-        LlamaConfig(**TINY, num_attention_heads=4, intermediate_size=32, is_causal=False),
-        "looks ahead",
-    ),
-    "an embedding model": (
-        Gemma3TextConfig(
-            **TINY,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=32,
-            use_bidirectional_attention=True,
-        ),
-        "looks ahead",
-    ),
     "layers that reuse what others selected": (
         GlmMoeDsaConfig(
             **TINY,
@@ -134,7 +114,11 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
             moe_intermediate_size=16,
             indexer_types=["full", "shared", "full", "shared"],
         ),
-        "reuse what the layer below selected",
+        "need more of the layer below than hidden states",
+    ),
+    "layers that hand on the state of a router": (
+        ZayaConfig(**TINY, layer_types=["hybrid"] * 4, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+        "need more of the layer below than hidden states",
     ),
 }
 
@@ -150,25 +134,10 @@ def test_a_model_that_cannot_skip_exactly_is_refused_by_what_it_is(kind: str) ->
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
-def test_what_a_config_says_of_looking_ahead_is_tried_out() -> None:
-    """GPT-NeoX-Japanese says is_decoder=False, as BERT does, and looks back only."""
-    config = GPTNeoXJapaneseConfig(**TINY, num_attention_heads=4, intermediate_multiple_size=2)
-    assert config.is_decoder is False
-    model = AutoModelForCausalLM.from_config(config).train()
-    attach(model)
-    assert model.training
-    with pytest.raises(UnsupportedModel, match="looks ahead"):
-        attach(AutoModel.from_config(REFUSED["an embedding model"][0]))
-
-
-def test_encoder_decoder_models_are_refused() -> None:
-    """Only decoder-only causal LMs have one stack to skip in."""
+def test_what_is_no_causal_lm_is_refused() -> None:
+    """Only decoder-only causal LMs have one stack to skip in; without a config there is nothing to go by."""
     config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4)
-    with pytest.raises(ValueError, match=r"encoder-decoder.*decoder-only"):
+    with pytest.raises(UnsupportedModel, match=r"encoder-decoder.*decoder-only"):
         attach(T5ForConditionalGeneration(config))
-
-
-def test_a_module_that_is_no_language_model_is_refused() -> None:
-    """Without a config there is nothing to go by."""
-    with pytest.raises(ValueError, match=r"no config.*causal LMs"):
+    with pytest.raises(UnsupportedModel, match=r"no config.*causal LMs"):
         attach(torch.nn.Linear(2, 2))

@@ -15,7 +15,6 @@ from helpers.families import (
     build,
     distance,
     prompts,
-    run,
 )
 from skipdecode import Schedule, ScheduleError, attach, teacher_forced
 from skipdecode.model.adapter import Adapter
@@ -32,12 +31,13 @@ TOLERANCE = 1e-5
     [
         (name, schedule)
         for name in FAMILIES
-        for schedule in (("top", "bottom", "even", "permutation", "list") if name in FORMS else ("permutation",))
+        for schedule in (("top", "permutation", "list") if name in FORMS else ("permutation",))
     ],
 )
 def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str) -> None:
     """Prompts computed once serve all schedules: logits and gradients are those of one pass over prompt and text."""
-    model, plan, text = attach(build(name)), SCHEDULES[schedule], run(build(name), prompts()).sequences[:, :-1]
+    model, plan, start = attach(build(name)), SCHEDULES[schedule], prompts()["input_ids"]
+    text = torch.cat([start, torch.randint(2, 128, (len(start), 10))], 1)
     mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
     batch = {"input_ids": text, "attention_mask": mask, "prompt_length": WIDTH}
     batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)

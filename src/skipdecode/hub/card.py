@@ -45,9 +45,6 @@ def model_card(
         trained_with: the command.
         results: folder that ``skipdecode evaluate`` wrote.
         license: as the Hub names it, such as ``apache-2.0``.
-
-    Raises:
-        FileError: ``results`` holds no evaluation, or one of several models.
     """
     rows = [] if results is None else _read_rows(results)
     speeds = [speed for speed in schedules if speed > 1]

@@ -29,6 +29,6 @@ def generate(
     """
     attach(model, adapter=adapter)
     schedule = choose_schedule(trained_schedules(model), num_layers(model.config), speedup)
-    kwargs = with_cache(model, schedule, args, kwargs)
+    kwargs = with_cache(model, schedule, kwargs)
     # The class's method: ``from_pretrained`` may have put this function in its place on the instance.
     return type(model).generate(model, *args, **kwargs)

@@ -34,11 +34,6 @@ def prepare(
         base_model: Hub name of the model that it was trained from; None: the name that the adapter holds.
         results: folder that ``skipdecode evaluate`` wrote, for the card.
         card: other arguments of :func:`~.card.model_card`.
-
-    Raises:
-        UsageError: a name is not USER/NAME, ``target`` is not empty, or the checkpoint was not trained to skip layers.
-        ModelError: ``folder`` holds neither a checkpoint nor an adapter.
-        FileError: ``results`` holds no evaluation.
     """
     _check_name(repo, "the repository")
     if target.exists() and any(target.iterdir()):

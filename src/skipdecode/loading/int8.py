@@ -22,12 +22,7 @@ ROWS = 4
 class Int8Linear(nn.Module):
     """Int8 weights with a scale per output, and inputs rounded to int8 with a scale per row (W8A8).
 
-    oneDNN multiplies int8 by int8 into exact int32 sums. torchao 0.18 converts both to int32 or float32 on CPUs, which
-    is slower than float weights.
-
-    Args:
-        weight: (outputs, inputs).
-        bias: (outputs), or None.
+    oneDNN multiplies int8 by int8 into exact int32 sums; torchao 0.18 is slower on CPUs than float weights.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -52,19 +47,13 @@ class Int8Linear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """Bfloat16 or float32 weight in the blocked layout of oneDNN's kernels.
+    """Bfloat16 or float32 weight in the blocked layout of oneDNN's kernels, which ``F.linear`` makes at every call.
 
-    ``F.linear`` on a CPU converts the weight to that layout at every call. In bfloat16 results are equal to the bit on
-    CPUs without AMX; in float32 they round differently, since ``F.linear`` uses another kernel.
-
-    Args:
-        weight: (outputs, inputs).
-        bias: (outputs), or None.
+    In bfloat16 results are equal to the bit on CPUs without AMX; in float32 another kernel rounds differently.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        # The batch size that the layout is made for, 1 here, made no measurable difference.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
         self.offset = None if bias is None else bias.detach()
 
@@ -75,12 +64,7 @@ class PackedLinear(nn.Module):
 
 
 def linear_class(quantization: str | None, prepack: bool, device: str) -> Any:
-    """Class that replaces linear modules, None if both options are off.
-
-    Raises:
-        UsageError: an unknown quantization, both options, or a device other than the CPU.
-        ModelError: this CPU's int8 products are not exact.
-    """
+    """Class that replaces linear modules, None if both options are off. Errors are those of ``load``."""
     if quantization not in (None, "int8"):
         raise UsageError(f"quantization is int8 or None, not {quantization!r}")
     if quantization and prepack:
@@ -96,8 +80,7 @@ def optimize(model: PreTrainedModel, quantization: str | None = None, prepack: b
     """Make decoding on a CPU faster at any depth, in place, and return the model. Call it before ``attach``.
 
     Linear modules of the decoder layers and the LM head are replaced one by one, so that one weight at most is in
-    memory twice. A head that is tied to the embedding gets a weight of its own. Without options, only the head's 16-bit
-    inputs are made contiguous. Errors are those of :func:`linear_class`.
+    memory twice. Without options, only the head's 16-bit inputs are made contiguous.
     """
     kind = linear_class(quantization, prepack, str(model.device))
     if kind is not None:

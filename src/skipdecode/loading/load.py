@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -37,6 +38,8 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 #: Patterns of the files that decide what a checkpoint generates.
 FILES = "*.safetensors *.jinja *.model config.json generation_config.json tokenizer* skipdecode_adapter.json"
+#: A file's fingerprint is made from so many blocks of so many bytes; from all of a small file.
+BLOCKS, BLOCK = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,25 @@ class Checkpoint:
     """Files that a name stands for: a model's and perhaps an adapter's.
 
     Properties are read when first used, and only once. Raises ModelError where the files cannot be read.
-
-    Attributes:
-        name: as the user wrote it, for messages.
-        path: folder of the model as an absolute path, or its name on the Hub.
-        gguf_file: GGUF file in that folder that holds the model, or None.
-        adapter: folder of the adapter to attach, or None.
-        revision: branch, tag or commit of a model on the Hub.
     """
 
-    name: str
-    path: str
-    gguf_file: str | None = None
-    adapter: Path | None = None
-    revision: str | None = None
+    name: str  #: As the user wrote it, for messages.
+    path: str  #: Folder of the model as an absolute path, or its name on the Hub.
+    gguf_file: str | None = None  #: In that folder.
+    adapter: Path | None = None  #: Folder of the adapter to attach.
+    revision: str | None = None  #: Branch, tag or commit of a model on the Hub.
 
     @classmethod
     def resolve(
         cls, name: str | Path = "demo", adapter: str | Path | None = None, revision: str | None = None
     ) -> Checkpoint:
-        """Checkpoint that a name stands for. Arguments are those of :func:`load`.
-
-        Raises:
-            ModelError: ``name`` is a path where no checkpoint is, or ``demo`` is a folder here as well.
-            MissingExtra: a GGUF file needs the package ``gguf``.
-        """
-        name = str(name)
+        """Checkpoint that a name stands for. Arguments and errors are those of :func:`load`."""
+        model = name = str(name)
         folder = None if adapter is None else locate_adapter(adapter)
-        model = name
         if name != "demo" and is_adapter(Path(name)):
             folder = folder or Path(name)
             model = _base_model(Path(name))
-        path, gguf_file = _locate(model)
-        return cls(name, path, gguf_file, folder, revision)
+        return cls(name, *_locate(model), folder, revision)
 
     @cached_property
     def config(self) -> Any:
@@ -105,12 +94,8 @@ class Checkpoint:
             with suppress(OSError):  # the file is optional
                 return GenerationConfig.from_pretrained(self.path, revision=self.revision)
         config = GenerationConfig.from_model_config(self.config)
-        ends = _turn_ends(self.tokenizer)
         if self.gguf_file is not None:
-            ends |= _gguf_ends(Path(self.path, self.gguf_file))
-        if ends:
-            known = config.eos_token_id
-            config.eos_token_id = sorted(ends.union(known if isinstance(known, list) else [known]) - {None})
+            config.eos_token_id = _gguf_ends(Path(self.path, self.gguf_file)) or config.eos_token_id
         return config
 
     @cached_property
@@ -136,16 +121,23 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the names, sizes and times of the model's and adapter's files, or of the commit on the Hub.
+        """Hash of the names, sizes and sampled bytes of the model's and adapter's files, or of the commit on the Hub.
 
         It tells whether a job goes on with the same model.
         """
-        files = [Path(self.path, self.gguf_file)] if self.gguf_file is not None else _files(Path(self.path))
+        files = [Path(self.path, self.gguf_file)] if self.gguf_file else _files(Path(self.path))
         if self.adapter is not None:
             files += _files(self.adapter)
-        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        known = repr((self.path, getattr(self.config, "_commit_hash", None), states))
-        return hashlib.sha256(known.encode()).hexdigest()[:16]
+        on_hub = None if Path(self.path).is_dir() else (self.path, getattr(self.config, "_commit_hash", None))
+        digest = hashlib.sha256(repr(on_hub).encode())
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as content:
+                for start in range(0, size, max(size // BLOCKS, BLOCK)):
+                    content.seek(start)
+                    digest.update(content.read(BLOCK))
+        return digest.hexdigest()[:16]
 
     def load(
         self,
@@ -159,16 +151,13 @@ class Checkpoint:
         """Model with gates attached and its adapter on. :func:`load` describes the arguments and errors."""
         dtype, device = placement(self.config, dtype, device)
         kind = linear_class(quantization, prepack, device)
-        options: dict[str, Any] = {"dtype": dtype}
-        if attn_implementation:
-            options["attn_implementation"] = attn_implementation
-        offloaded = {} if offload is None else self._offload_options(offload, dtype, device)
-        if offloaded and kind is not None:
+        places = {} if offload is None else self._offload_options(offload, dtype, device)
+        if places and kind is not None:
             raise UsageError("offloaded layers take no int8 or prepacked weights: leave one of these out")
-        if not offloaded and device != "cpu" and is_accelerate_available():
-            options["device_map"] = {"": device}
-        model = self.read_weights(**options, **offloaded).eval()
-        if not offloaded:
+        if device != "cpu" and is_accelerate_available():
+            places = places or {"device_map": {"": device}}
+        model = self.read_weights(dtype=dtype, attn_implementation=attn_implementation, **places).eval()
+        if not places:
             model = model.to(device)
         adapter = None
         if self.adapter is not None:  # compared with the model's weights before these are replaced
@@ -184,21 +173,14 @@ class Checkpoint:
         settings = Offload(offload) if isinstance(offload, str) else offload
         ranking = choose_schedule(self.schedules, self.num_layers).ranking
         named = (self.config.dtype or torch.float32) if dtype == "auto" else dtype
-        kind = getattr(torch, named) if isinstance(named, str) else named
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(deepcopy(self.config), trust_remote_code=False)
-        return settings.options(empty, ranking, kind, device)
+            empty = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=named, trust_remote_code=False)
+        return settings.options(empty, ranking, device)
 
     def read_weights(self, **options: Any) -> PreTrainedModel:
-        """Model without gates, by transformers' ``from_pretrained`` with ``options``.
-
-        Raises:
-            ModelError: weights are missing, of another shape, or not in safetensors.
-        """
-        options |= self._options
-        if self.gguf_file is None:
-            options["use_safetensors"] = True
-        elif options.get("dtype", "auto") == "auto":  # as transformers has it for files that end with .gguf
+        """Model without gates, by transformers' ``from_pretrained`` with ``options``, if all weights are there."""
+        options |= self._options | {"use_safetensors": self.gguf_file is None or None}
+        if self.gguf_file is not None and options.get("dtype", "auto") == "auto":  # transformers' own for .gguf
             options["dtype"] = torch.float32
         with self._errors():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -216,11 +198,7 @@ class Checkpoint:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Options of each ``from_pretrained``."""
-        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
-        if self.gguf_file is not None:
-            options["gguf_file"] = self.gguf_file
-        return options
+        return {"revision": self.revision, "trust_remote_code": False, "gguf_file": self.gguf_file}
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -230,8 +208,7 @@ class Checkpoint:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300]
             if self.adapter == Path(self.name):
-                message = f"{self.name} is an adapter for the model {self.path}, which cannot be read"
-                raise ModelError(f"{message}: give the model, and --adapter {self.name} ({reason})") from error
+                reason = f"give its base model {self.path}, which cannot be read, and --adapter {self.name} ({reason})"
             raise ModelError(f"{self.name} cannot be loaded: {reason}") from error
 
 
@@ -252,22 +229,22 @@ def load(
     Args:
         name: ``demo``, a folder, a GGUF file, a model on the Hub, or an adapter's folder, which loads its base model
             with the adapter. Weights of a GGUF file are converted to ``dtype``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 if
-            the checkpoint has it and the CPU computes it in hardware, else float32.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's; on a CPU only bfloat16 that it
+            computes in hardware, else float32.
         device: ``cuda``, ``mps``, ``cpu``, …; None: an accelerator if there is one, else the CPU.
         attn_implementation: ``eager``, ``sdpa``, …; None: transformers' choice.
         revision: branch, tag or commit of a model on the Hub.
-        offload: where decoder layers stay until they run: ``auto``, ``disk``, ``cpu``, or an
+        offload: where decoder layers wait: ``auto``, ``disk``, ``cpu``, or an
             :class:`~skipdecode.loading.offload.Offload`, which also limits the memory for weights.
         quantization: ``int8``: layers and LM head compute in 8 bits, on CPUs.
         prepack: bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
         adapter: folder of an adapter, or its name on the Hub.
 
     Raises:
-        ModelError: the model, device or dtype does not exist; weights are missing or of another shape; this CPU lacks
-            the kernels of int8 or prepacked weights.
-        UnsupportedModel: the model is no decoder-only causal LM.
+        ModelError: the model does not exist, or is no decoder-only causal LM; weights are missing, of another shape, or
+            not in safetensors; this CPU lacks the kernels of int8.
         FileError: the adapter is missing or damaged.
+        MissingExtra: a GGUF file needs the package ``gguf``, or offloading accelerate.
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
     checkpoint = Checkpoint.resolve(name, adapter, revision)
@@ -282,9 +259,9 @@ def _locate(name: str) -> tuple[str, str | None]:
         if (path / "config.json").exists() or is_adapter(path):
             raise ModelError("demo is the demo model, and a folder here: write ./demo, or rename the folder")
         return str(DEMO), None
+    if (path / "config.json").exists():
+        return os.path.abspath(path), None
     if path.is_dir():
-        if (path / "config.json").exists():
-            return os.path.abspath(path), None
         raise ModelError(f"{name} holds no config.json: give a folder with a whole model, or an adapter's")
     if path.suffix.lower() == ".gguf" and path.is_file():
         if not is_gguf_available():
@@ -297,9 +274,7 @@ def _locate(name: str) -> tuple[str, str | None]:
 
 def _looks_like_path(name: str) -> bool:
     """Whether ``name`` cannot be one on the Hub, which has at most one slash."""
-    return (
-        name.startswith((".", "/", "~")) or name.lower().endswith(("/", ".gguf")) or name.count("/") > 1 or "\\" in name
-    )
+    return name.count("/") > 1 or bool(re.search(r"^[./~]|\\|/$|\.gguf$", name, re.IGNORECASE))
 
 
 def _base_model(adapter: Path) -> str:
@@ -316,27 +291,13 @@ def _base_model(adapter: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of a folder that decide what a checkpoint generates."""
     return sorted({file for pattern in FILES.split() for file in folder.glob(pattern)})
 
 
-def _gguf_ends(file: Path) -> set[int]:
+def _gguf_ends(file: Path) -> list[int]:
     """Ids of the tokens that end a text or a turn, from a GGUF file's header."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
     keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
-    return {int(fields[key].parts[-1][0]) for key in keys if key in fields}
-
-
-def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Id of the special token with which the chat template ends an assistant's turn, if it does so."""
-    if not tokenizer.chat_template:
-        return set()
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "…"}]
-    with suppress(Exception):  # a template may raise anything
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("…")[2]
-        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        known = tokenizer.added_tokens_decoder
-        return {token for token in ids[:1] if token in known and known[token].special}
-    return set()
+    return sorted({int(fields[key].parts[-1][0]) for key in keys if key in fields})

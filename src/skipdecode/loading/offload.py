@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,13 @@ class Offload:
         if self.place not in PLACES:
             raise UsageError(f"layers are offloaded to {', '.join(PLACES[:-1])} or {PLACES[-1]}, not {self.place!r}")
 
-    def options(
-        self, model: PreTrainedModel, ranking: Sequence[int], dtype: torch.dtype, device: str
-    ) -> dict[str, Any]:
+    def options(self, model: PreTrainedModel, ranking: Sequence[int], device: str) -> dict[str, Any]:
         """Options for ``from_pretrained``; {} if all layers fit.
 
         Args:
             model: on the meta device.
             ranking: layers, those that most steps run first. These get memory first.
-            dtype: of the weights.
             device: the device that computes.
-
-        Raises:
-            ModelError: memory lacks room for embeddings, head and one layer.
-            UsageError: ``place`` is ``cpu``, but the model runs on the CPU.
         """
         from accelerate.utils import compute_module_sizes
 
@@ -64,7 +58,7 @@ class Offload:
             raise UsageError("the model runs on the cpu: offload its layers to the disk")
         layers = decoder_layers(model)
         stack = next(name for name, module in model.named_modules() if module is layers)
-        bytes_of = compute_module_sizes(model, dtype=dtype)
+        bytes_of = compute_module_sizes(model)
         sizes = [bytes_of[f"{stack}.{index}"] for index in range(len(layers))]
         offloaded = self._choose(sizes, bytes_of[""] - sum(sizes), ranking, device)
         if not offloaded:
@@ -91,12 +85,8 @@ class Offload:
                 f"embeddings, head and one layer take {needed:.2f} GiB, weights may take {budget / GIB:.2f}: "
                 "allow more memory, or a smaller dtype"
             )
-        offloaded = []
-        for layer in ranking:
-            room -= sizes[layer]
-            if room < 0:
-                offloaded.append(layer)
-        return offloaded
+        used = accumulate(sizes[layer] for layer in ranking)
+        return [layer for layer, total in zip(ranking, used, strict=True) if total > room]
 
 
 def _outside(model: nn.Module, stack: str) -> Iterator[str]:

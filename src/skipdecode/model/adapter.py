@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -99,60 +100,52 @@ class Adapter(nn.Module):
                     corrected.update(layer for layer in layers if (layer + 1) % BOTTLENECK_INTERVAL == 0)
         self.bypasses = nn.ModuleDict({str(span): LowRankBypass(size, self.rank) for span in sorted(spans)})
         self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(corrected)})
+        self._acts_before = corrected.union(span.start for span in spans)
 
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:
         """Input of a layer, changed at the positions that skip layers and run this one or enter a skipped span here.
 
-        Args:
-            layer: index of the layer.
-            hidden: the layer's input without the adapter.
-            axis: of the positions in ``hidden``.
-            counts: how many positions of the pass each layer runs, from the first on.
+        ``axis`` is that of the positions in ``hidden``; ``counts`` says how many of them, from the first on, each layer
+        runs.
         """
+        width = hidden.shape[axis]
+        if layer not in self._acts_before or min(counts) == width:
+            return hidden
+        # Positions that run the same layers stand side by side: they end where a layer's positions end.
+        ends = sorted({*counts, width} - {0})
         parts = []
         start = 0
-        for end, module in self._stretches(layer, counts, hidden.shape[axis]):
-            if end > start:
-                part = hidden.narrow(axis, start, end - start)
-                parts.append(part if module is None else module(part))
-                start = end
+        for module, same in groupby(ends, lambda end: self._module(layer, _running(counts, end))):
+            stop = max(same)
+            part = hidden.narrow(axis, start, stop - start)
+            parts.append(part if module is None else module(part))
+            start = stop
         return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
-    def _stretches(self, layer: int, counts: Sequence[int], width: int) -> Iterator[tuple[int, nn.Module | None]]:
-        """Yield, for each stretch of positions, where it ends and what changes it."""
-        if str(layer) in self.bottlenecks:
-            yield min(counts), None
-            yield counts[layer], self.bottlenecks[str(layer)]
-        else:
-            yield counts[layer], None
-        done = counts[layer]
-        entered = counts[layer - 1] if layer else width
-        for stop in range(layer + 1, len(counts) + 1):
-            if done >= entered:
-                break
-            # Positions from ``done`` to ``end`` run layer ``stop``, and none between it and ``layer``.
-            end = min(counts[stop], entered) if stop < len(counts) else entered
-            if end > done:
-                yield end, self.bypasses[str(SkippedSpan(layer, stop))]
-                done = end
-        yield width, None
+    def _module(self, layer: int, running: Sequence[int]) -> Any:
+        """Module that acts before ``layer`` at a position that runs the layers ``running``, in network order."""
+        if layer in running:
+            acts = len(running) < self.num_layers and str(layer) in self.bottlenecks
+            return self.bottlenecks[str(layer)] if acts else None
+        if layer > 0 and layer - 1 not in running:
+            return None
+        stop = next((other for other in running if other > layer), self.num_layers)
+        return self.bypasses[str(SkippedSpan(layer, stop))]
 
     def changes(self, layers: Sequence[int]) -> dict[int, LowRank]:
         """Modules that act at a position that runs ``layers``, by the layer that each stands before."""
-        if len(layers) == self.num_layers:
-            return {}
-        found: dict[int, Any] = {}
-        for span in skipped_spans(layers, self.num_layers):
-            found[span.start] = self.bypasses[str(span)]
-        for layer in layers:
-            if str(layer) in self.bottlenecks:
-                found[layer] = self.bottlenecks[str(layer)]
-        return found
+        modules = {layer: self._module(layer, layers) for layer in range(self.num_layers)}
+        return {layer: module for layer, module in modules.items() if module is not None}
 
     def flops(self, layers: Sequence[int]) -> int:
         """FLOPs at one position that runs ``layers``, which are in network order."""
         matrices = [weight for module in self.changes(layers).values() for weight in (module.down, module.up)]
         return sum(2 * weight.numel() for weight in matrices)
+
+
+def _running(counts: Sequence[int], position: int) -> list[int]:
+    """Layers that run the ``position``-th position, counted from 1."""
+    return [layer for layer, count in enumerate(counts) if count >= position]
 
 
 # --- the folder
@@ -230,23 +223,15 @@ def read_adapter(folder: Path) -> Adapter:
 def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> Adapter:
     """Adapter of a folder, for ``model``, whose weights are compared with those that the adapter was trained on.
 
-    Args:
-        folder: of the adapter.
-        model: the base model.
-        files: returns the folder of its checkpoint, whose files are compared if weights are offloaded or of other types
-            than float32 and bfloat16.
-
-    Raises:
-        FileError: the folder holds no adapter, or a damaged one.
-        ModelError: the adapter was trained on another model, or that cannot be told.
+    ``files`` returns the folder of its checkpoint, whose files are compared if weights are offloaded or of other types
+    than float32 and bfloat16. Raises FileError for no adapter or a damaged one, ModelError for another model's.
     """
-    known = read_about(folder)["base_hashes"]
     comparable = {
         name: weight
         for name, weight in model.named_parameters()
         if weight.dtype in (torch.float32, torch.bfloat16) and not weight.is_meta
     }
-    if files is not None and known.keys() - comparable.keys():
+    if files is not None and read_about(folder)["base_hashes"].keys() - comparable.keys():
         check_base_files(folder, files())
     else:
         _check_base(folder, comparable.items())
@@ -263,24 +248,22 @@ def _check_base(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     here: dict[str, set[str]] = {}
     for name, weight in weights:
         here.setdefault(_place(name), set()).add(hash_of(weight))
-    compared = {name: value for name, value in about["base_hashes"].items() if _place(name) in here}
+    compared = [value in here[_place(name)] for name, value in about["base_hashes"].items() if _place(name) in here]
     if not compared:
         raise ModelError(
             f"the adapter in {folder} cannot be compared with this model: load it in float32 or bfloat16, from "
             "safetensors files"
         )
-    differing = sum(value not in here[_place(name)] for name, value in compared.items())
-    if differing:
+    if not all(compared):
         raise ModelError(
-            f"the adapter in {folder} was trained on another model ({about['base_model']}): {differing} of "
+            f"the adapter in {folder} was trained on another model ({about['base_model']}): {compared.count(False)} of "
             f"{len(compared)} weights differ"
         )
 
 
 def _place(name: str) -> str:
     """Name of a weight from its layer's number on: what stands before differs between files and models."""
-    numbered = re.search(r"(?<=\.)\d+\..*", f".{name}")
-    return numbered[0] if numbered else name
+    return re.sub(r"^.*?\b(?=\d+\.)", "", name)
 
 
 def _tensors(base: Path) -> Iterator[tuple[str, Tensor]]:

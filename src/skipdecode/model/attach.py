@@ -19,11 +19,11 @@ from .gate import (
     PatchedForward,
     PatchedGenerate,
     PatchedPrepareInputs,
-    patches_on,
+    RefusedBatching,
     put,
     remove_patches,
 )
-from .inspect import check_kind, decoder_layers, gates_of, kv_shared_layers
+from .inspect import check_kind, decoder_layers, gates_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,24 +43,18 @@ def attach(
 
     Args:
         model: a transformers causal LM.
-        schedule: what later ``generate`` calls follow; it replaces the one of an earlier ``attach``.
-        speedup: target for which to take the schedule of the adapter or the model's config, or to make one.
-        adapter: an adapter, or the folder or Hub name of one, that acts on positions that skip layers, until
-            :func:`detach`. From a folder it gets the model's dtype.
+        schedule: what later ``generate`` calls follow, in place of that of an earlier ``attach``.
+        speedup: target whose schedule :func:`~skipdecode.schedule.choose_schedule` finds.
+        adapter: an adapter, or the folder or Hub name of one, in use until :func:`detach`. From a folder it gets the
+            model's dtype.
 
     Raises:
-        FileError: the adapter's folder is missing or damaged.
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
         ScheduleError: the schedule does not fit the model, or the adapter was not trained to skip its layers.
-        UsageError: both a schedule and a speed-up are given.
         ModelError: the adapter was trained on another model; or a schedule is given for a model without ``generate``.
 
-    Warns:
-        UntrainedWarning: the model was not trained to skip layers.
-
     Example:
-        >>> attach(model)
-        >>> model.generate(**inputs, cache=SkipCache(model, Schedule.for_speedup(3, 24)))
+        >>> model.generate(**inputs, cache=SkipCache(attach(model), Schedule.for_speedup(3, 24)))
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """
@@ -71,12 +65,12 @@ def attach(
     if gates is None:
         check_kind(model)
     layers = decoder_layers(model)
-    gates = gates or Gates(kv_shared_layers(model.config))
+    gates = gates or Gates(model.config)
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
+    if schedule is not None and speedup is not None:
+        raise UsageError("give one of schedule and speedup")
     if schedule is not None or speedup is not None:
-        if schedule is not None and speedup is not None:
-            raise UsageError("give one of schedule and speedup")
         if not hasattr(model, "generate"):
             raise ModelError(f"{type(model).__name__} does not generate: a speed-up is for the model with its head")
         acting = adapter or gates.adapter
@@ -92,10 +86,9 @@ def attach(
     if adapter is not None:
         put_adapter(model, adapter)
     if schedule is not None:
-        put(PatchedGenerate, model, "generate")
-        for _, patch in patches_on(model):
-            if isinstance(patch, PatchedGenerate):
-                patch.schedule = schedule
+        put(RefusedBatching, model, "init_continuous_batching", gates)
+        put(PatchedGenerate, model, "generate", gates)
+        gates.schedule = schedule
     return model
 
 
@@ -124,10 +117,6 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
         model: an attached model.
         schedule: which layers each position runs.
         prompt_length: width in positions of the left-padded prompt block.
-
-    Raises:
-        ScheduleError: the schedule does not fit the model or its adapter.
-        ModelError: the model is not attached.
     """
     gates = gates_of(model)
     if gates is None:
@@ -148,21 +137,14 @@ class TeacherForcedPass:
         self.schedule = schedule
         self.prompt_length = prompt_length
         self.width = 0
-        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the pass's ids
-        self._counts: dict[int, list[int]] = {}  # by width, since recomputation calls again
+        self.counts: list[int] = []  # number of positions of the pass that each layer runs, from the first on
 
     def begin_layer(self, index: int, width: int) -> int:
         """Number of the pass's ``width`` positions that layer ``index`` runs: the first ones; 0 if it is skipped."""
-        if index == 0 or self.width < width:
+        if width > self.width or (index == 0 and width < self.width):  # recomputation may begin at any layer
             self.width = width
-        if self.width not in self._counts:
-            self._counts[self.width] = self.schedule.positions_per_layer(self.prompt_length, self.width)
+            self.counts = self.schedule.positions_per_layer(self.prompt_length, width)
         return self.counts[index]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of positions of the pass that each layer runs, from the first on."""
-        return self._counts[self.width]
 
     def keys(self, index: int) -> int:
         """Number of positions that a mask covers: those of the pass."""

@@ -26,9 +26,8 @@ BLOCK_SIZE = 32
 class PreallocatedLayer(DynamicLayer):
     """A DynamicLayer whose step writes its position into spare room instead of copying all earlier ones.
 
-    ``keys`` and ``values`` (batch, heads, positions, size) are the filled part of two larger tensors. Beam search and
-    cropping replace them, which frees the larger ones; the next update allocates new ones. With gradients, which forbid
-    writing in place, each update concatenates instead.
+    ``keys`` and ``values`` (batch, heads, positions, size) are the filled part of two larger tensors, which beam search
+    and cropping free. With gradients, which forbid writing in place, each update concatenates instead.
     """
 
     keys: Tensor
@@ -71,6 +70,10 @@ def _enlarged(held: Tensor, states: Tensor, start: int) -> Tensor:
     return whole
 
 
+class RetiredLayer(DynamicLayer):
+    """An empty attention layer in the place of a freed one, so that transformers sizes masks by a layer that runs."""
+
+
 class SkipCache(DynamicCache):
     """The cache of one call ``model.generate(..., cache=SkipCache(model, schedule))``, which skips layers.
 
@@ -85,9 +88,6 @@ class SkipCache(DynamicCache):
         ScheduleError: the schedule does not fit the model or its adapter.
         CacheError: the model has no gates or prefills in chunks; the prefix is not what a prompt of this schedule would
             hold; while decoding, a pass needs a retired layer.
-
-    Warns:
-        UntrainedWarning: the model was not trained to skip layers.
 
     Attributes:
         schedule: the given one, bound to the model.
@@ -126,7 +126,6 @@ class SkipCache(DynamicCache):
         self.peak_kv_bytes = 0
         self.passes = 0
         self.width = 0  # positions of the current pass
-        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the current pass's ids
         self.counts: list[int] = []  # number of positions that each layer runs in the current pass
         self._begins_prompt = True  # the next pass is a prompt, or continues one
         self._runs_text = False  # from the next pass on: it runs all decode steps of a text
@@ -134,9 +133,7 @@ class SkipCache(DynamicCache):
         self._step = 0  # decode steps since the prompt
         self._length = 0  # positions seen, including the current pass
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
-        self._holds = [True] * len(self.layers)  # by layer: False once it is retired
         self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
-        self._held = 0  # sum of _bytes
         if prefix is not None:
             self._begin_with(prefix)
 
@@ -149,8 +146,7 @@ class SkipCache(DynamicCache):
         self.layers = [_continued(layer, length) for layer in prefix.layers]
         self._length = length
         self._bytes = [layer_kv_bytes(layer) for layer in self.layers]
-        self._held = sum(self._bytes)
-        self.peak_kv_bytes = self._held
+        self.peak_kv_bytes = sum(self._bytes)
 
     def begin_prompt(self) -> None:
         """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
@@ -219,30 +215,22 @@ class SkipCache(DynamicCache):
         self._length += width
 
     def end_layer(self, index: int) -> None:
-        """Count the memory of a layer that has run, and free the layer unless the next step runs it.
-
-        Raises CacheError if the layer did not store all positions it ran, so later ones would attend to too few.
-        """
+        """Count the memory of a layer that has run, and free the layer unless the next step runs it."""
         layer = self.layers[index]
         held = layer_kv_bytes(layer)
-        stored_fewer = (
-            isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + self.counts[index]
-        )
-        if stored_fewer or not (held or isinstance(layer, STATELESS)):
+        expected = self._length - self.width + self.counts[index]
+        stored = layer.get_seq_length() if isinstance(layer, DynamicLayer) else expected
+        if stored != expected or not (held or isinstance(layer, STATELESS)):
             raise CacheError(
                 f"layer {index} ran without asking the SkipCache: call model.eval(), since training drops caches"
             )
-        self._held += held - self._bytes[index]
         self._bytes[index] = held
-        self.peak_kv_bytes = max(self.peak_kv_bytes, self._held)
+        self.peak_kv_bytes = max(self.peak_kv_bytes, sum(self._bytes))
         if index not in self._keep:
             self._retire(index)
 
     def _retire(self, index: int) -> None:
-        """Replace a layer by an empty attention layer, so that transformers sizes masks by a layer that still runs."""
-        self.layers[index] = DynamicLayer()
-        self._holds[index] = False
-        self._held -= self._bytes[index]
+        self.layers[index] = RetiredLayer()
         self._bytes[index] = 0
 
     @torch.compiler.disable
@@ -268,13 +256,14 @@ class SkipCache(DynamicCache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer (None: any) has a recurrent state; after the prompt, layers freed since count too."""
-        if layer_idx is not None and self._holds[layer_idx]:
+        if layer_idx is not None and not isinstance(self.layers[layer_idx], RetiredLayer):
             return super().has_previous_state(layer_idx, state_idx)
         return self.passes > 0
 
     def _attends(self, layer_idx: int) -> bool:
         """Whether the layer stores keys, and so knows the text's length: not if it is recurrent or was freed."""
-        return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
+        layer = self.layers[layer_idx]
+        return isinstance(layer, DynamicLayer) and not isinstance(layer, RetiredLayer)
 
     # --- operations that would undo a step
 
@@ -288,8 +277,7 @@ class SkipCache(DynamicCache):
         if not self.schedule.is_full:
             raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
-        kept = (layer.get_seq_length() for i, layer in enumerate(self.layers) if self._attends(i))
-        self._length = next(kept, self._length)
+        self._length -= abs(tokens_to_remove)
 
 
 def _continued(layer: Any, length: int) -> Any:

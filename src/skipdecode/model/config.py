@@ -24,7 +24,7 @@ def num_layers(config: Any) -> int:
 def bind(schedule: Schedule, config: Any, trained: Mapping[float, Schedule] | None = None) -> Schedule:
     """Schedule as a model runs it: layers that lend their keys and values rank before those that borrow them.
 
-    ``trained`` are the schedules of the adapter that acts on the model, by target speed-up; None without an adapter.
+    ``trained`` are the schedules of the attached adapter, by target speed-up; None without an adapter.
 
     Raises:
         ScheduleError: the schedule is for another number of layers, or the adapter was not trained to skip its layers.
@@ -103,8 +103,7 @@ def _entry(config: Any) -> dict[str, Any]:
 
 def speedup_key(speedup: float) -> str:
     """Speed-up as a key in JSON, in as few digits as identify it: ``3``, ``2.5``."""
-    short = f"{speedup:g}"
-    return short if float(short) == speedup else repr(float(speedup))
+    return str(float(speedup)).removesuffix(".0")
 
 
 def untrained_warning(schedule: Schedule, trained: Mapping[float, Schedule]) -> str | None:

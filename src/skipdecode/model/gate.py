@@ -21,61 +21,44 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..errors import CacheError, UnsupportedModel
+from ..errors import CacheError, UsageError
 from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
 from .cache_name import CACHE, CACHE_NAMES
-from .inspect import GATES
+from .inspect import GATES, kv_shared_layers, text_config
 
 
 class Gates:
     """State that the gates of one model share."""
 
-    def __init__(self, kv_shared_layers: Mapping[int, int]) -> None:
+    def __init__(self, config: Any) -> None:
         #: By layer that attends to another layer's keys and values: that layer.
-        self.kv_shared_layers = dict(kv_shared_layers)
+        self.kv_shared_layers = kv_shared_layers(config)
+        #: Axis of the positions in hidden states: (batch, positions, size), but Gemma 3n has streams before the batch.
+        self.axis = 2 if hasattr(text_config(config), "altup_num_inputs") else 1
         #: Acts at positions that skip layers; None: hidden states pass a skipped layer unchanged.
         self.adapter: Adapter | None = None
+        #: What ``generate`` follows without a cache, if it is patched.
+        self.schedule: Schedule | None = None
         #: The current :class:`~skipdecode.model.attach.TeacherForcedPass`.
         self.forced: Any = None
         #: The cache that the next forward pass must carry.
         self.expected: weakref.ref[SkipCache] | None = None
-        #: A state that the last layer returned beside hidden states: the next one must not need it.
-        self.extra_state: weakref.ref[Tensor] | None = None
-        self.output_is_known = False
-        self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
-        self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
+        #: Number of values that a layer returns in a tuple, 0 if it returns a tensor; None until one has run.
+        self.values: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model gets all but the pass that is running.
-        return vars(self) | {"forced": None, "expected": None, "extra_state": None}
+        return vars(self) | {"forced": None, "expected": None}
 
     def learn_output(self, output: Any) -> None:
-        """Remember, from one layer's output, whether layers return a tensor or a tuple, and of what length."""
-        self._extras = len(output) - 1 if isinstance(output, tuple) else None
-        self.output_is_known = True
+        """Remember, from one layer's output, what layers of this model return."""
+        self.values = len(output) if isinstance(output, tuple) else 0
 
     def like_output(self, hidden: Tensor) -> Any:
         """``hidden`` as layers of this model return it: alone, or as a tuple filled up with None."""
-        return hidden if self._extras is None else (hidden, *[None] * self._extras)
-
-    def axis(self, hidden: Tensor, shape: tuple[int, ...] | None) -> int:
-        """Axis of the positions in hidden states; ``shape`` is (batch, positions) of the pass's ids, if known.
-
-        Most are (batch, positions, size); Gemma 3n's have streams before batch, DeepSeek-V4's after positions.
-        """
-        if hidden.ndim == 3:
-            return 1
-        fits = [axis for axis in range(1, hidden.ndim - 1) if hidden.shape[axis - 1 : axis + 1] == shape]
-        if len(fits) == 1:
-            self._axis = fits[0]
-        if self._axis is None:
-            raise CacheError(
-                f"hidden states of shape {tuple(hidden.shape)} do not show where their positions are: call the model "
-                "itself, first with another number of rows"
-            )
-        return self._axis
+        return (hidden, *[None] * (self.values - 1)) if self.values else hidden
 
 
 # --- patches
@@ -84,9 +67,9 @@ class Gates:
 class Patch:
     """Replacement of a method of one module instance that keeps the original, which may be another patch."""
 
-    def __init__(self, module: nn.Module, name: str, gates: Any = None) -> None:
+    def __init__(self, module: nn.Module, name: str, gates: Gates) -> None:
         self.module = module
-        self.gates: Any = gates
+        self.gates = gates
         self.original: Callable[..., Any] = getattr(module, name)
         self.was_instance_attribute = name in vars(module)  # another patch or accelerate's hook, to be restored
         # ``generate``, the Trainer and pipelines read the signature; annotations cannot always be pickled.
@@ -95,7 +78,7 @@ class Patch:
 
 
 def put(kind: Callable[..., Patch], module: nn.Module, name: str, *arguments: Any) -> None:
-    """Replace a method by ``kind(module, name, *arguments)``, if it exists and the module has no patch of this kind."""
+    """Replace a method by ``kind(module, name, *arguments)``, if it exists and the module has no such patch yet."""
     if hasattr(module, name) and not any(type(patch) is kind for _, patch in patches_on(module)):
         setattr(module, name, kind(module, name, *arguments))
 
@@ -123,8 +106,6 @@ def remove_patches(model: nn.Module) -> None:
 class Gate(Patch):
     """Replacement of one decoder layer's ``forward``."""
 
-    gates: Gates
-
     def __init__(self, layer: nn.Module, name: str, gates: Gates, index: int) -> None:
         super().__init__(layer, name, gates)
         self.index = index
@@ -139,10 +120,10 @@ class Gate(Patch):
         guide = gates.forced if cache is None else cache  # tells how many positions each layer runs
         if guide is None:
             return self.original(*args, **kwargs)
-        self._check(cache, args, kwargs)
+        if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise CacheError("a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced")
         hidden = args[0] if args else kwargs["hidden_states"]
-        axis = gates.axis(hidden, guide.shape)
-        width = hidden.shape[axis]
+        width = hidden.shape[gates.axis]
         guide.begin_layer(self.index, width)
         counts = guide.counts
         if width != guide.width:
@@ -152,41 +133,30 @@ class Gate(Patch):
             counts = [max(each - (guide.width - width), 0) for each in counts]
         count = counts[self.index]
         if gates.adapter is not None:
-            hidden = gates.adapter.apply_before(self.index, hidden, axis, counts)
+            hidden = gates.adapter.apply_before(self.index, hidden, gates.axis, counts)
             if args:
                 args = (hidden, *args[1:])
             else:
                 kwargs = kwargs | {"hidden_states": hidden}
+        keys = guide.keys(self.index)
         if count == 0:
-            if not gates.output_is_known:
-                self._learn_output(PositionSlice(width, 1, guide.keys(self.index), axis), args, kwargs)
+            if gates.values is None:
+                self._learn_output(PositionSlice(width, 1, keys, gates.axis), args, kwargs)
             return gates.like_output(hidden)
         if count < width:
-            part = PositionSlice(width, count, guide.keys(self.index), axis)
-            args, kwargs = part.of_call(self.original, args, kwargs)
+            args, kwargs = PositionSlice(width, count, keys, gates.axis).of_call(self.original, args, kwargs)
         output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
         gates.learn_output(output)
-        extras = output[1:] if isinstance(output, tuple) else ()
-        states = (each for each in extras if isinstance(each, Tensor) and each.is_floating_point())
-        gates.extra_state = next(map(weakref.ref, states), None)
         if count == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
-        rest = hidden.narrow(axis, count, width - count)
-        return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
-
-    def _check(self, cache: SkipCache | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = (*args, *kwargs.values())
-        if cache is None and any(isinstance(value, Cache) for value in values):
-            raise CacheError("a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced")
-        state = self.gates.extra_state and self.gates.extra_state()
-        if state is not None and any(value is state for value in values):
-            raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
+        rest = hidden.narrow(gates.axis, count, width - count)
+        return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=gates.axis))
 
     def _learn_output(self, one: PositionSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the layer on one position, only to learn what it returns besides hidden states."""
+        """Run the layer on one position, without the cache, only to learn what it returns besides hidden states."""
         args, kwargs = one.of_call(self.original, args, kwargs)
         args = tuple(None if isinstance(v, SkipCache) else v for v in args)
         kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
@@ -197,26 +167,21 @@ class Gate(Patch):
 class PatchedForward(Patch):
     """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it."""
 
-    gates: Gates
-
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the model."""
-        values = (*args, *kwargs.values())
         cache = find_cache(args, kwargs)
         expected = self.gates.expected and self.gates.expected()
         self.gates.expected = None
-        if expected is not None and [value for value in values if isinstance(value, Cache)] != [expected]:
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+        if expected is not None and caches != [expected]:
             raise CacheError(
                 "the SkipCache was dropped on the way to the model, or another put beside it, as by PEFT's prompt "
                 "learning: leave one of the two out"
             )
-        guide = self.gates.forced if cache is None else cache
-        if guide is None:
+        if cache is None and self.gates.forced is None:
             return self.original(*args, **kwargs)
-        guide.shape = _shape(args, kwargs)
-        if guide.shape is not None and guide.shape[1] > 1:  # reading ids waits for the device
-            refuse_packed(kwargs)
+        refuse_packed(kwargs)
         if cache is None:
             return self.original(*args, **{"use_cache": False} | kwargs)
         passes = cache.passes
@@ -230,8 +195,6 @@ class PatchedForward(Patch):
 
 class PatchedPrepareInputs(Patch):
     """Replacement of ``prepare_inputs_for_generation``, the only method told that a pass belongs to a prompt."""
-
-    gates: Gates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs of a pass; the SkipCache is told if they are a prompt."""
@@ -251,17 +214,23 @@ class PatchedPrepareInputs(Patch):
         return inputs
 
 
+class RefusedBatching(Patch):
+    """Replacement of ``init_continuous_batching``, whose passes run all layers, on a model with a schedule."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError."""
+        raise UsageError("continuous batching runs all layers: call model.generate, serve with vLLM, or detach(model)")
+
+
 class PatchedGenerate(Patch):
     """Replacement of ``generate`` that gives a new SkipCache to a call without a cache."""
 
-    schedule: Schedule
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Output of ``generate``."""
-        return self.original(*args, **with_cache(self.module, self.schedule, args, kwargs))
+        return self.original(*args, **with_cache(self.module, self.gates.schedule, kwargs))
 
 
-def with_cache(model: nn.Module, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def with_cache(model: nn.Module, schedule: Schedule | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache."""
     if any(kwargs.get(name) is not None for name in CACHE_NAMES):
         return kwargs
@@ -284,23 +253,17 @@ class PositionSlice:
     keys: int
     hidden_axis: int = 1
 
-    @property
-    def seen(self) -> int:
-        """Number of key positions that the queries can attend to."""
-        return self.keys - self.width + self.queries
-
     def of_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """(args, kwargs) of a call of ``forward``, every tensor of positions cut to the first ``queries``."""
-        names = list(inspect.signature(forward).parameters)[: len(args)]
-        names += [""] * (len(args) - len(names))
-        cut = tuple(self._cut(name, value) for name, value in zip(names, args, strict=True))
+        """(args, kwargs) of a call of ``forward`` with every tensor of positions cut."""
+        names = [*inspect.signature(forward).parameters, *[""] * len(args)]  # without a name: of ``*args``
+        cut = tuple(self._cut(name, value) for name, value in zip(names, args, strict=False))
         return cut, {name: self._cut(name, value) for name, value in kwargs.items()}
 
     def _cut(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._cut_tensor(name, value)
         if isinstance(value, UserDict):
-            return _SharedStates(value, self.seen)
+            return _SharedStates(value, self.keys - self.width + self.queries)
         if isinstance(value, dict):
             return {key: self._cut(name, item) for key, item in value.items()}
         if type(value) in (tuple, list):
@@ -308,6 +271,7 @@ class PositionSlice:
         return value
 
     def _cut_tensor(self, name: str, value: Tensor) -> Tensor:
+        seen = self.keys - self.width + self.queries  # key positions that the queries can attend to
         shape = value.shape
         is_float = value.is_floating_point() or value.is_complex()
         if value.ndim >= 3 and any(word in name for word in ("mask", "bias", "alibi")):
@@ -316,10 +280,10 @@ class PositionSlice:
                 if "mask" not in name:  # a bias for the longest possible input, which the layer cuts itself
                     return value
                 raise CacheError(f"{name} of shape {tuple(shape)} does not show its {self.keys} positions")
-            return value[..., : self.seen] if shape[-2] == 1 else value[..., : self.queries, : self.seen]
+            return value[..., :seen] if shape[-2] == 1 else value[..., : self.queries, :seen]
         if value.ndim <= 2 and ("mask" in name or not is_float):  # (batch, positions): ids and padding
             if shape[-1:] == (self.keys,):
-                return value[..., : self.seen]
+                return value[..., :seen]
             return value[..., : self.queries] if shape[-1:] == (self.width,) else value
         if not is_float:  # (sections, batch, positions)
             return value[..., : self.queries] if shape[-1] == self.width else value
@@ -351,7 +315,7 @@ def refuse_packed(kwargs: Mapping[str, Any]) -> None:
     """Raise CacheError if a pass with these arguments packs several sequences into one row."""
     packed = any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items())
     positions = kwargs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.ndim == 2:
+    if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] > 1:  # reading waits for the device
         restarts = (positions[:, :-1] == 0) & (positions[:, 1:] == 1)
         packed = packed or bool((restarts.sum(1) > 1).any())
     if packed:
@@ -361,9 +325,3 @@ def refuse_packed(kwargs: Mapping[str, Any]) -> None:
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
     """The SkipCache among a pass's arguments; None if there is none."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)
-
-
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """(batch, positions) of a pass's ids or embeddings; None if it has neither."""
-    inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-    return next((tuple(value.shape[:2]) for value in inputs if isinstance(value, Tensor)), None)

@@ -50,12 +50,7 @@ class PrefilledBatch:
     def logits(self, schedule: Schedule | None = None, **options: Any) -> Tensor:
         """Logits (batch, R, vocabulary) of the texts' R positions, each with the layers of its decode step.
 
-        Args:
-            schedule: the prompt runs all layers. None: so does the text.
-            options: of the model's ``forward``.
-
-        Raises:
-            ScheduleError: the schedule skips layers in the prompt, or does not fit the model or its adapter.
+        The prompt runs all layers; without a schedule, so does the text. ``options`` are of the model's ``forward``.
         """
         schedule = schedule or self._full
         if schedule.prompt_layers is not None or schedule.prompt_decay:

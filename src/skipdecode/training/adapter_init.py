@@ -106,12 +106,11 @@ def _hidden_states(batch: PrefilledBatch, schedule: Schedule | None, before: Col
         before: indices of layers; the number of layers stands for the last one's output.
     """
     layers = decoder_layers(batch.model)
-    rows, width = batch.batch["input_ids"].shape
-    width -= batch.prompt
+    width = batch.batch["input_ids"].shape[1] - batch.prompt
+    axis = gates_of(batch.model).axis
     seen: dict[int, Tensor] = {}
 
     def keep(index: int, hidden: Tensor) -> None:
-        axis = gates_of(batch.model).axis(hidden, (rows, width))
         seen[index] = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
 
     def before_layer(index: int) -> Any:
