@@ -111,17 +111,6 @@ def test_what_stands_around_a_users_message(tokenizer: PreTrainedTokenizerBase, 
     assert whole.removeprefix(before + message).lstrip().startswith(after)
 
 
-@ALL
-def test_begin_of_text_is_written_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Also where the user rendered the conversation, and gives its text."""
-    expected = tokenizer.chat_template == LLAMA
-    (ids,) = encode_prompts(tokenizer, [ASKED])
-    assert ids.count(tokenizer.bos_token_id) == expected
-    if expected:
-        (again,) = encode_prompts(tokenizer, [render(tokenizer, ASKED)])
-        assert again.count(tokenizer.bos_token_id) == 1
-
-
 def test_an_answer_ends_where_its_template_closes_it() -> None:
     """ChatML's line break behind the end of sequence is never decoded; what closes nothing is closed."""
     for name, text in (("chatml", "on a mat<|im_end|>"), ("open bytes", " on a mat\n</s>")):

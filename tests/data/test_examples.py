@@ -77,7 +77,7 @@ def test_a_line_of_text_is_a_prompt(tmp_path: Path) -> None:
     assert [row["prompt"] for row in rows(tmp_path / "a.txt")] == ["[INST] hello", "", "{x}"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1))
 def test_csv_rows_come_back_as_they_were_written(folder: Path, pairs: list[tuple[str, str]]) -> None:
     """Whatever quotes, commas and line breaks are in them, and however long they are."""

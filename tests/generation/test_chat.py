@@ -47,6 +47,23 @@ def test_schedules_that_skip_in_the_prompt_start_anew(model: Any) -> None:
     assert PromptCache(model).prefix([5, 6, 7], Schedule(4, 3, 2, 8, prompt_layers=3)) is None
 
 
+def test_an_interrupted_prompt_is_begun_anew(model: Any) -> None:
+    """The cache holds part of it."""
+
+    def stop(module: Any, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    prompts = PromptCache(model)
+    prompts.prefix([5, 6, 7], SCHEDULES[0])
+    hook = model.get_output_embeddings().register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        prompts.prefix([5, 6, 7, 8], SCHEDULES[0])
+    hook.remove()
+    prefix = prompts.prefix([5, 6, 7, 8], SCHEDULES[0])
+    assert prefix is not None
+    assert prefix.get_seq_length() == 3
+
+
 def test_an_answer_that_is_stopped_stays_in_the_conversation(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 
 import skipdecode
 from helpers.tiny import TEXTS, train_tokenizer
-from skipdecode import Schedule, SkipCache
+from skipdecode import Schedule
 from skipdecode.errors import DataError, ModelError, SkipDecodeError, UsageError
 from skipdecode.generation.generate import check_options, generate_ids, split_batches
 from skipdecode.generation.stats import Completion, GenerationOutput
@@ -415,16 +415,3 @@ def test_layers_of_prompts_and_steps_are_those_of_the_schedule(loaded: Loaded) -
     assert result.stats.prompt_layer_positions == 7 * (9 + 4)
     assert result.lengths == [4, 4]
     assert all(0 < batch.decode_seconds < batch.seconds for batch in batches)
-
-
-def test_a_function_may_make_the_cache_of_each_batch(loaded: Loaded) -> None:
-    caches: list[SkipCache] = []
-
-    def make(model: PreTrainedModel) -> SkipCache:
-        caches.append(SkipCache(model, Schedule(8, 4, 4, 1)))
-        return caches[-1]
-
-    result = generate_ids(*loaded, [[5] * 4, [5] * 9, [5] * 6], make, 2, max_new_tokens=5, **NO_END)
-    assert len(caches) == 2
-    assert result.stats.peak_kv_bytes == max(cache.peak_kv_bytes for cache in caches)
-    assert result.stats.average_depth == 4

@@ -56,7 +56,7 @@ class PromptCache:
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._ids), len(ids)))
         if same < len(self._ids) and all(type(layer) is DynamicLayer for layer in self._cache.layers):
             self._cache.crop(same - len(self._ids))
-        elif same < len(self._ids):  # a sliding window forgets
+        elif same < len(self._ids) or not self._ids:  # a sliding window forgets; a pass may have been interrupted
             self._cache, same = DynamicCache(config=self.model.config), 0
         self._ids = []  # until the pass is whole
         if same < len(ids):
