@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import DynamicLayer
 
-from ..data.chat import Message
+from ..data.chat import Chat, Message
 from ..data.tokenize import encode_prompts
 from ..model.cache import RECURRENT, SkipCache
 from ..model.cache_name import CACHE
@@ -83,7 +83,7 @@ class Conversation:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.prompts = PromptCache(model)
-        self.messages = () if system is None else (Message("system", system),)
+        self.messages: Chat = () if system is None else (Message("system", system),)
 
     def answer(self, text: str, schedule: Schedule, **options: Any) -> GenerationStats | None:
         """Stats of the answer to ``text``, which is printed as it is generated; None if Ctrl-C stopped it.
