@@ -7,17 +7,23 @@ import pytest
 from skipdecode.cli import console
 
 
-def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line each interval, with what is done and the time left; none before any work."""
-    now = iter(range(0, 100_000, 60))
-    printed: list[str] = []
-    monkeypatch.setattr("skipdecode.cli.console.time.monotonic", lambda: next(now))
-    monkeypatch.setattr(console, "say", printed.append)
+def test_progress_is_drawn_rarely_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is done, the rate, and the time left; nothing before there is progress."""
+    clock = iter(range(0, 100_000, 10))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
     with console.Bar() as bar:
-        assert printed == []
-        bar.show("generate", 0, 4)
-        bar.advance(2, "5 tokens/s")
-    assert printed[-1].startswith("generate: 2 of 4 5 tokens/s, about ")
+        bar._time = lambda: next(clock)
+        assert capsys.readouterr().err == ""
+        bar.show("generate", 0, 400)
+        for _ in range(40):
+            bar.advance(2, "5 tokens/s")
+        drawn = capsys.readouterr().err.split("\r")
+    assert 5 < len(drawn) < 25
+    assert "generate: " in drawn[-1]
+    assert "/400" in drawn[-1]
+    assert "5 tokens/s" in drawn[-1]
 
 
 def test_numbers_of_a_table_are_never_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import numpy as np
 import pytest
@@ -45,8 +44,7 @@ def close(a: tuple[float, float], b: tuple[float, float], tolerance: float = 1e-
     return a == pytest.approx(b, abs=tolerance)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("rows", "words"), [(1, 3), (3, 2), (40, 12)])
+@pytest.mark.parametrize(("rows", "words", "seed"), [(1, 3, 0), (1, 3, 1), (3, 2, 2), (40, 12, 3)])
 def test_summed_rows_give_sacrebleus_corpus_score(rows: int, words: int, seed: int) -> None:
     """With as many references per row as come, and where no 4-gram matches, or no text has one (smoothing)."""
     from sacrebleu.metrics import BLEU
@@ -63,22 +61,6 @@ def test_rouge_l_is_the_mean_of_the_best_reference() -> None:
     rows = RougeL().rows(["The cats sat", "a dog", ""], refs)
     assert rows[:, 0] == pytest.approx([2 * 1 * 0.6 / 1.6, 1, 0])
     assert RougeL().score(["The cats sat", "a dog", ""], refs) == pytest.approx(100 * 1.75 / 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "far", "near"),
-    [
-        ("кот сидел на окне", "пёс лежал у двери", "Кот сидел у двери"),
-        ("猫坐在窗边看书", "狗躺着", "猫坐在门口"),
-        ("แมวนั่งอยู่", "หมา", "แมวนอนอยู่"),
-    ],
-)
-def test_every_script_has_words(text: str, far: str, near: str) -> None:
-    """A text that shares some of a reference scores between one that shares less and the reference itself."""
-    worst, middle, best = (RougeL().score([each], [[text]]) for each in (far, near, text))
-    assert worst < middle < best == pytest.approx(100)
-    if " " not in text:
-        assert Repetition().score([text[:1] * 10], [[]]) > 80
 
 
 @pytest.mark.parametrize("metric", DEFAULT, ids=lambda metric: metric.name)
@@ -103,24 +85,6 @@ def test_bootstrap_is_paired(metric: Metric) -> None:
     # Another order is another draw of the same distribution: the interval moves by what a thousand samples leave open.
     order = np.random.default_rng(0).permutation(60)
     assert close(bootstrap(metric, good[order], poor[order]), (low, high), tolerance=0.1 * (high - low))
-
-
-def test_bootstrap_scores_a_resampled_corpus_as_the_corpus_it_is() -> None:
-    """With one row there is one corpus to draw, however it is drawn."""
-    good, poor = Bleu().rows(GOOD[:1], TRUTH[:1]), Bleu().rows(POOR[:1], TRUTH[:1])
-    lead = Bleu().score(GOOD[:1], TRUTH[:1]) - Bleu().score(POOR[:1], TRUTH[:1])
-    assert close(bootstrap(Bleu(), good, poor, samples=3), (lead, lead))
-
-
-def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is wrong, or the extra that is missing."""
-    with pytest.raises(ValueError, match="shorter"):
-        Bleu().score(["a", "b"], [["a"]])
-    for package in ("sacrebleu", "rouge_score", "rouge_score.rouge_scorer"):
-        monkeypatch.setitem(sys.modules, package, None)
-    for metric in DEFAULT:
-        with pytest.raises(ImportError, match=r"pip install 'skipdecode\[eval\]'"):
-            metric.score(["a"], [["a"]])
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])

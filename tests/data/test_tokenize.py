@@ -28,7 +28,7 @@ CROSSING = sentence_pieces("crossing")
 
 words = st.lists(st.sampled_from([*WORDS, "x,", "ash", "'s", "->", "7", "I."]), min_size=1, max_size=6).map(" ".join)
 printable = st.text(st.sampled_from("\n abcdehst.,'7->"), min_size=1, max_size=12).filter(lambda t: bool(t.strip()))
-FAST = settings(max_examples=40)
+FAST = settings(max_examples=20)
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -100,15 +100,6 @@ def alone(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> lis
     ]
 
 
-@FAST
-@given(prompt=printable | words, response=printable | words)
-@example(prompt="the cat ", response="sat")
-def test_bytes_are_cut_as_they_were(prompt: str, response: str) -> None:
-    """what was trained before, the embedded checkpoint too, sees the ids that it did."""
-    tokenizer = TOKENIZERS["bytes"]
-    assert split(tokenizer, prompt, response)[1] == alone(tokenizer, prompt, response)
-
-
 @pytest.mark.skipif(not E2E.exists(), reason="the E2E release is not beside the checkout")
 def test_the_demo_models_ids_are_what_they_were() -> None:
     """Its figures hold."""
@@ -118,13 +109,6 @@ def test_the_demo_models_ids_are_what_they_were() -> None:
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     assert encode_prompts(tokenizer, [prompt for prompt, _ in pairs]) == prompts
     assert encode_response(tokenizer, pairs) == [alone(tokenizer, *pair) for pair in pairs]
-
-
-def test_an_end_that_a_response_brings_is_its_end() -> None:
-    """It is learnt once; an end within the text ends nothing."""
-    for tokenizer in (BPE, TOKENIZERS["legacy"], TOKENIZERS["closed"]):
-        assert split(tokenizer, "the cat", "sat</s>")[1] == split(tokenizer, "the cat", "sat")[1]
-        assert split(tokenizer, "the cat", "sat</s> down")[1].count(tokenizer.eos_token_id) == 2
 
 
 @pytest.mark.parametrize("kind", ["legacy", "closed", "first"])
@@ -213,8 +197,3 @@ def test_without_a_begin_of_text_token_nothing_is_no_prompt() -> None:
     assert encode_prompts(BPE, ["", "the cat"])[0] == []
     with pytest.raises(ModelError, match=r"needs a begin-of-text token: set tokenizer\.bos_token"):
         encode_response(BPE, [("", "the cat")])
-
-
-def test_a_response_that_brings_its_own_space_gets_no_other() -> None:
-    """TRL's prompt-completion rows: `The sky is` and ` blue.`"""
-    assert split(BPE, "the cat", " sat") == split(BPE, "the cat", "sat")

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from gradio_client import Client
 from playwright.sync_api import sync_playwright
 
 from skipdecode import Schedule, generate, load
-from skipdecode.web.play import draw_layers, launch, mark_differences, page, side_by_side
+from skipdecode.data.tokenize import encode_prompts
+from skipdecode.errors import ModelError
+from skipdecode.web.play import TokenStream, draw_layers, launch, mark_differences, page, side_by_side
 
 PROMPT = "name Zizzi, food English, area riverside ->"
 NEW = 24
@@ -28,7 +31,7 @@ def demo() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def address(demo: tuple[Any, Any]) -> Iterator[str]:
-    blocks = page(*demo, SCHEDULES, {}, "demo", NEW)
+    blocks = page(*demo, SCHEDULES, "demo", NEW)
     launch(blocks, prevent_thread_lock=True, quiet=True)
     yield str(blocks.local_url)
     blocks.close()
@@ -41,6 +44,32 @@ def expected(demo: tuple[Any, Any]) -> list[str]:
 
 def visible(html: str) -> str:
     return re.sub(r"<[^>]+>", "", html)
+
+
+def stream(demo: tuple[Any, Any], schedule: Schedule) -> TokenStream:
+    model, tokenizer = demo
+    made = TokenStream(model, encode_prompts(tokenizer, [PROMPT])[0], schedule)
+    for _ in range(8):
+        made.step()
+    return made
+
+
+def test_a_greedy_stream_is_what_generate_generates(demo: tuple[Any, Any]) -> None:
+    schedule = Schedule(24, 16, 8, 6, prompt_layers=20, prompt_decay=3)
+    made = stream(demo, schedule)
+    (expected,) = generate(*demo, [PROMPT], schedule=schedule, max_new_tokens=8).completions
+    assert demo[1].decode(made.tokens) == expected.text
+    assert made.cache.step_depths == [schedule.depth(g) for g in range(7)]
+
+
+def test_nan_never_becomes_a_token(demo: tuple[Any, Any]) -> None:
+    made = stream(demo, SCHEDULES[3.0])
+    head = demo[0].get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, output: output * torch.nan)
+    with pytest.raises(ModelError, match="NaN"):
+        made.step()
+    handle.remove()
+    assert len(made.tokens) == 8
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import Context, Option
 
 from . import options as o
 from .console import Bar, print_table, say
 
 
 def evaluate(
+    context: Context,
     model: o.Model,
     data: o.Data = Path("."),
     task: o.Task = "jsonl",
@@ -40,25 +41,11 @@ def evaluate(
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import brief
 
-    config = EvaluateConfig(
-        model,
-        adapter=adapter,
-        data=data,
-        task=task,
-        speedups=o.parse_speedups(speedups),
-        methods=methods.split(",") if methods else (),
-        reference=reference,
-        output=output,
-        limit=limit,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        timing_rounds=timing_rounds,
-        dtype=dtype,
-        quantization=quantization,
-        overwrite=overwrite,
-    )
+    options = {name: value for name, value in context.params.items() if name != "as_json"}
+    options |= {"speedups": o.parse_speedups(speedups), "methods": methods.split(",") if methods else ()}
+    command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
-        results = run(config, command=f"skipdecode {shlex.join(sys.argv[1:])}", say=say, on_progress=bar.show)
+        results = run(EvaluateConfig(**options), command=command, say=say, on_progress=bar.show)
     print_table(*brief(results.rows, results.metrics))
     for mark in ("*", "rough"):
         if mark in results.about:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from typer import Exit, Option
+from typer import Context, Exit, Option
 
 from ..errors import UsageError
 from . import options as o
@@ -19,6 +18,7 @@ DECODING = ("max_new_tokens", "do_sample", "temperature", "top_p", "num_beams", 
 
 
 def generate(
+    context: Context,
     model: o.Model,
     prompts: o.Prompts = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt; may be repeated. Prints the texts alone.")] = None,
@@ -54,13 +54,14 @@ def generate(
     from ..loading.load import Checkpoint
     from ..schedule import Schedule
 
-    values = locals()
+    values = context.params
     if (prompts is None) == (not prompt):
         raise UsageError("give one of --prompts FILE and --prompt TEXT")
     decoding = {name: values[name] for name in DECODING if values[name] not in (None, False)}
+    if stop:
+        decoding["stop_strings"] = stop
     chosen = get_task(task)
     texts = [chosen.example({chosen.text_column: text}).prompt for text in prompt or ()]
-    load = {"dtype": dtype, "device": device, "quantization": quantization, "offload": offload}
     job = GenerationJob(
         Checkpoint.resolve(model, adapter),
         texts or prompts or (),
@@ -70,8 +71,8 @@ def generate(
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=batch_size,
         seed=seed,
-        options=decoding | ({"stop_strings": stop} if stop else {}),
-        load=load,
+        options=decoding,
+        load={name: values[name] for name in ("dtype", "device", "quantization", "offload")},
         engine=engine,
         workers=ray or 0,
         overwrite=overwrite,
@@ -88,14 +89,7 @@ def generate(
     for number, row in enumerate(result.rows, 1):
         if "error" in row:
             err.print(f"row {number}: {row['error']}", style="yellow", markup=False)
-    _show(result.summary)
-    if as_json:
-        print(json.dumps(result.summary))
-    if not result.summary["rows"]:
-        raise Exit(1)
-
-
-def _show(summary: Mapping[str, Any]) -> None:
+    summary = result.summary
     figures = [
         (f"{summary['rows']:,}", f"sequences, {summary['bad_rows']} bad rows"),
         (f"{summary['tokens']:,}", "tokens"),
@@ -104,8 +98,12 @@ def _show(summary: Mapping[str, Any]) -> None:
         (f"{summary['average_depth']:.2f}", f"layers of {summary['layers']} per decode step"),
         (f"{summary['layer_ratio']:.2f}x", "fewer layers"),
     ]
-    if summary.get("peak_kv_bytes"):
-        figures.append((f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of KV cache at most"))
+    if peak := summary.get("peak_kv_bytes"):
+        figures.append((f"{peak / 1e6:.1f}", "MB of KV cache at most"))
     width = max(len(figure) for figure, _ in figures)
     for figure, label in figures:
         err.print(f"[bold]{figure:>{width}}[/] {label}")
+    if as_json:
+        print(json.dumps(summary))
+    if not summary["rows"]:
+        raise Exit(1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -72,7 +70,7 @@ def main() -> None:
     their traceback.
     """
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    warnings.showwarning = _show_warning
+    warnings.showwarning = lambda message, category, *_, **__: say(f"{category.__name__}: {message}")
     try:
         app()
     except SkipDecodeError as error:
@@ -93,11 +91,3 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     say(f"skipdecode: {message}")
     raise SystemExit(code) from None
-
-
-def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-    """Print a warning of this package as one line; others as Python does."""
-    if Path(__file__).parents[1] in Path(filename).parents:
-        say(f"skipdecode: {message}")
-    else:
-        print(warnings.formatwarning(message, category, filename, lineno), file=sys.stderr, end="")

@@ -17,7 +17,6 @@ Speedups = Annotated[str | None, Option(help="Speeds with commas between; defaul
 Task = Annotated[
     Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"], Option(help="Prompt format of a data set; jsonl takes any rows.")
 ]
-
 PromptLayers = Annotated[str | None, Option(help="Layers of the prompt: a number, or max for the first step's.")]
 Rank = Annotated[int, Option(min=1, help="Rank of low-rank bypasses and bottlenecks.")]
 
@@ -66,14 +65,3 @@ def parse_speedups(text: str | None) -> tuple[float, ...] | None:
     if not speedups or not min(speedups) >= 1 or len(set(speedups)) < len(speedups):
         raise UsageError(f"--speedups takes distinct numbers of at least 1 with commas between, not {text!r}")
     return speedups
-
-
-def parse_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Parse whole numbers such as ``"1,8,32"``. Raises UsageError, naming ``option``, for anything else."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise UsageError(f"{option} takes whole numbers of at least 1 with commas between, not {text!r}")
-    return numbers

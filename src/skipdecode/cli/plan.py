@@ -68,15 +68,16 @@ def plan(
     for number, target in enumerate(targets):
         try:
             if count == "layers":
-                rows.append(_row(target, planner.predict(measured, candidates[number], work), names))
+                prediction = planner.predict(measured, candidates[number], work)
             else:
-                rows.append(_row(target, planner.plan(measured, work, target, candidates, count), names))
+                prediction = planner.plan(measured, work, target, candidates, count)
+            rows.append(_row(target, prediction, names))
         except ScheduleError as error:
             rows.append({"requested": target, "refused": str(error)})
             say(str(error))
     heads = [f"requested ({count})", "--speedup", "layers", "ms per step"]
     heads += ["decoding speed-up", "end-to-end speed-up", "seconds"]
-    print_table(heads, [_cells(row) for row in rows])
+    print_table(heads, [_cells(row) for row in rows if "refused" not in row])
     out.print(f"batch {batch_size}, {prompt_tokens} prompt tokens, {new_tokens} new ones; predicted from {path}")
     out.print(f"measured on {measured.machine}", markup=False)
     if as_json:
@@ -85,22 +86,17 @@ def plan(
 
 def _row(requested: float, prediction: Any, names: dict[Any, float]) -> dict[str, Any]:
     schedule = prediction.schedule
-    speedups = {f"{name.replace('-', '_')}_speedup": round(value, 3) for name, value in prediction.speedups.items()}
     return {
         "requested": requested,
         "speedup": names.get(schedule, round(schedule.num_layers / prediction.layers, 2)),
         "layers": round(prediction.layers, 2),
         "step_ms": round(1e3 * prediction.step_seconds, 3),
         "seconds": round(prediction.seconds, 4),
-        **speedups,
+        **{f"{name.replace('-', '_')}_speedup": round(value, 3) for name, value in prediction.speedups.items()},
         "schedule": schedule.to_dict(),
     }
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    requested = f"{row['requested']:g}x"
-    if "refused" in row:
-        return [requested, "out of reach", *[""] * 5]
-    ratios = [f"{row[name]:.2f}x" for name in ("decoding_speedup", "end_to_end_speedup")]
-    layers = [f"{row['speedup']:g}", f"{row['layers']:g}", f"{row['step_ms']:.2f}"]
-    return [requested, *layers, *ratios, f"{row['seconds']:.2f}"]
+    layers = [f"{row['requested']:g}x", f"{row['speedup']:g}", f"{row['layers']:g}", f"{row['step_ms']:.2f}"]
+    return [*layers, f"{row['decoding_speedup']:.2f}x", f"{row['end_to_end_speedup']:.2f}x", f"{row['seconds']:.2f}"]

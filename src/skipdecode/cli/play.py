@@ -27,7 +27,6 @@ def play(
 
     skipdecode play fast --speedups 1,1.5,2
     """
-    from ..generation.stream import sampling_defaults
     from ..loading.load import Checkpoint
     from ..schedule import choose_schedule
     from ..web.play import launch, page
@@ -39,11 +38,8 @@ def play(
     schedules = {
         speedup: choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup) for speedup in sorted(speeds)
     }
-    chats = checkpoint.tokenizer.chat_template is not None
-    sampling = sampling_defaults(checkpoint.generation_config) if chats else {}
-    loaded = checkpoint.load()
+    blocks = page(checkpoint.load(), checkpoint.tokenizer, schedules, model, max_new_tokens)
     say(f"http://{host}:{port}; Ctrl-C ends it")
-    blocks = page(loaded, checkpoint.tokenizer, schedules, sampling, model, max_new_tokens)
     launch(blocks, server_name=host, server_port=port, quiet=True)
 
 

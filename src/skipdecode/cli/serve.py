@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from . import options as o
 
@@ -12,6 +12,7 @@ LOAD = "Under load"
 
 
 def serve(
+    context: Context,
     model: o.Model,
     vllm: Annotated[
         list[str] | None, Argument(metavar="VLLM OPTIONS", help="Any option of vLLM's API server: --port 8000 …")
@@ -36,14 +37,6 @@ def serve(
     """
     from ..serving import server
 
-    options = {
-        "speedups": None if speedups is None else list(o.parse_speedups(speedups) or ()),
-        "speedup": speedup,
-        "prompt_layers": prompt_layers,
-        "adapter": None if adapter is None else str(adapter),
-        "load_speedup": load_speedup,
-        "load_waiting": load_waiting,
-        "load_token_ms": load_token_ms,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    options = context.params | {"speedups": o.parse_speedups(speedups), "adapter": adapter and str(adapter)}
+    given = {name: value for name, value in options.items() if value is not None and name not in ("model", "vllm")}
     server.serve(model, given, vllm or ())

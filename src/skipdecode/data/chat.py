@@ -63,6 +63,8 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
     Raises ModelError if there is no template, or the template refuses the conversation or leaves out a message.
     """
     chat = parse_messages(chat)
+    if len(chat) > 1 and chat[-1].role == "assistant" and not chat[-1].content:
+        chat = chat[:-1]  # transformers would continue it behind its end
     messages = as_json(chat)
     continues = chat[-1].role == "assistant"
     if continues:

@@ -12,9 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from ..errors import DataError, MissingExtra
+from ..errors import DataError
 from .chat import Prompt
-from .tasks import Example, Task
+from .tasks import Example, Task, split_answer
 
 T = TypeVar("T")
 #: Where a row stands, for messages, and its columns.
@@ -81,10 +81,8 @@ def _text(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def _from_datasets(name: str, builder: str, config: str | None, **options: Any) -> Iterator[Row]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra(f"{name} needs the package datasets: pip install 'skipdecode[train]'") from None
+    import datasets
+
     try:
         try:
             rows = datasets.load_dataset(builder, config, **options)
@@ -99,6 +97,8 @@ def _from_datasets(name: str, builder: str, config: str | None, **options: Any) 
 def read_examples(source: str | Path, task: Task, split: str = "test", *, references: bool = True) -> list[Example]:
     """Examples of a file, of a folder's split, or of a split of a data set on the Hub, one a row.
 
+    A last message of the assistant is the reference of a conversation that has no other.
+
     Args:
         source: file, folder, or name on the Hub (``owner/name``).
         task: how prompts and references are made of rows.
@@ -111,7 +111,7 @@ def read_examples(source: str | Path, task: Task, split: str = "test", *, refere
     examples = []
     for place, row in _split_rows(source, split, task):
         try:
-            example = task.example(row)
+            example = split_answer(task.example(row))
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
         if references and not example.references:

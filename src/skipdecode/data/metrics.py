@@ -6,14 +6,10 @@ import functools
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 import regex
 from numpy.typing import NDArray
-
-from ..errors import MissingExtra
 
 Array = NDArray[np.float64]
 
@@ -32,15 +28,10 @@ def words(text: str) -> list[str]:
 
 
 class Metric(ABC):
-    """A score of a corpus, 0 to 100, computed from statistics summed over its texts.
+    """A score of a corpus, 0 to 100, computed from statistics summed over its texts."""
 
-    Attributes:
-        name: in JSON.
-        label: in tables.
-    """
-
-    name: str
-    label: str
+    name: str  #: in JSON
+    label: str  #: in tables
 
     @abstractmethod
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
@@ -64,30 +55,32 @@ class Bleu(Metric):
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
         """Matched and possible 1- to 4-grams, and the lengths of text and closest reference: (n, 10)."""
+        from sacrebleu import BLEU
+
         # effective_order changes only the score, not the counts; without it sacrebleu warns at every sentence.
-        bleu = _package("sacrebleu").BLEU(lowercase=True, effective_order=True)
+        bleu = BLEU(lowercase=True, effective_order=True)
         scores = [bleu.sentence_score(text, list(refs)) for text, refs in zip(texts, references, strict=True)]
         return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], dtype=np.float64)
 
     def corpus(self, totals: Array, n: int) -> float:
         """sacrebleu's corpus BLEU from the summed statistics."""
+        from sacrebleu import BLEU
+
         counts = [int(total) for total in totals]
-        bleu = _package("sacrebleu").BLEU
-        return float(bleu.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
+        return float(BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
 
 
 class RougeL(Metric):
-    """ROUGE-L with stemming: the F-measure against the best reference.
-
-    It is rouge-score's, whose own tokenizer knows the letters a to z alone; :meth:`tokenize` splits these as it does.
-    """
+    """ROUGE-L of rouge-score with stemming, the F-measure against the best reference, but for words of any script."""
 
     name = "rouge_l"
     label = "ROUGE-L"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
         """F-measure, 0 to 1, of each text: (n, 1)."""
-        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=self)
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(["rougeL"], tokenizer=self)
         pairs = zip(texts, references, strict=True)
         return np.array([[scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs])
 
@@ -109,7 +102,7 @@ class Agreement(RougeL):
         return np.where(equal, 1.0, super().rows(texts, references))
 
     def tokenize(self, text: str) -> list[str]:
-        """A text's :func:`words`."""
+        """The text's :func:`words`."""
         return words(text)
 
 
@@ -133,14 +126,11 @@ def paired_scores(
 ) -> tuple[list[float], tuple[float, float]]:
     """Score of each system's texts, and the :func:`bootstrap` interval of the last minus the one before."""
     rows = [metric.rows(texts, references) for texts in systems]
-    return [metric.corpus(own.sum(0), len(own)) for own in rows], bootstrap(metric, rows[-1], rows[-2])
+    return [metric.corpus(own.sum(axis=0), len(own)) for own in rows], bootstrap(metric, rows[-1], rows[-2])
 
 
 def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """95% interval of system a's score minus b's, by paired bootstrap (Koehn, 2004).
-
-    ``rows_a`` and ``rows_b`` are :meth:`Metric.rows` of two systems' texts for the same inputs.
-    """
+    """95% interval of system a's score minus b's, by paired bootstrap (Koehn, 2004), from their :meth:`Metric.rows`."""
     n = len(rows_a)
     drawn = draws(n, samples, seed)
     totals = zip(drawn @ rows_a, drawn @ rows_b, strict=True)
@@ -156,11 +146,6 @@ def draws(n: int, samples: int = 1000, seed: int = 0) -> Array:
 @functools.cache
 def _stem() -> Callable[[str], str]:
     """rouge-score's stemmer, which stems each word once."""
-    return functools.cache(_package("nltk.stem.porter").PorterStemmer().stem)
+    from nltk.stem.porter import PorterStemmer
 
-
-def _package(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise MissingExtra(f"{name.split('.')[0]} is missing: pip install 'skipdecode[eval]'") from None
+    return functools.cache(PorterStemmer().stem)

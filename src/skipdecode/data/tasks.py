@@ -56,7 +56,7 @@ def get_task(
     response_column: str | None = None,
     prompt_share: float | None = None,
 ) -> Task:
-    """Task by its name: ``e2e``, ``reddit_tldr``, ``cnn_dm``, or ``jsonl`` for any rows.
+    """Task by its name, one of :data:`TASKS`. The other arguments are for ``jsonl``, which takes any rows.
 
     Args:
         name: the task.
@@ -111,12 +111,9 @@ def plain(
     response_column: str | None = None,
     prompt_share: float | None = None,
 ) -> Example:
-    """Prompt and response, conversation, or text to split, in TRL's formats; :func:`get_task` has the options.
-
-    The last message of a conversation without a response is the reference, if it is the assistant's.
-    """
-    if _first(row, "tools"):
-        raise DataError("tools would not reach the model: they are not supported")
+    """Prompt and response, conversation, or text to split, in TRL's formats; :func:`get_task` has the options."""
+    if unused := [name for name in ("tools", "chat_template_kwargs") if row.get(name)]:
+        raise DataError(f"{' and '.join(unused)} would not reach the model: not supported")
     names = [response_column] if response_column else ["response", "completion"]
     references = _responses(row, [name for name in names if name != prompt_column])
     columns = ["prompt", "messages", "text"] if references else ["messages", "prompt", "text"]
@@ -126,7 +123,7 @@ def plain(
     if value is None:
         raise DataError(f"no prompt: expected a column {' or '.join(columns)}, found {', '.join(row) or 'none'}")
     if not isinstance(value, str):
-        return _conversation(value, references)
+        return Example(parse_messages(value), references)
     if prompt_share is None:
         if not (references or prompt_column or _first(row, "prompt")):
             raise DataError("a plain text: give --prompt-share, the share that is the prompt, or --prompt-column text")
@@ -136,16 +133,16 @@ def plain(
     return split_text(value, prompt_share)
 
 
-def _conversation(value: Any, references: tuple[str, ...]) -> Example:
-    chat = parse_messages(value)
-    if chat[-1].role == "assistant":
-        if references:
-            raise DataError("the conversation ends with the assistant's message, and the row has a response as well")
-        references = (chat[-1].content,) if chat[-1].content.strip() else ()
-        chat = chat[:-1]
-    if not chat or not chat[-1].content.strip():
+def split_answer(example: Example) -> Example:
+    """The example of a conversation whose last message, the assistant's, is the reference; others as they are."""
+    if isinstance(example.prompt, str) or example.prompt[-1].role != "assistant":
+        return example
+    if example.references:
+        raise DataError("the conversation ends with the assistant's message, and the row has a response as well")
+    *chat, answer = example.prompt
+    if not chat:
         raise DataError("the conversation has no message to answer")
-    return Example(chat, references)
+    return Example(tuple(chat), (answer.content,) if answer.content.strip() else ())
 
 
 def _responses(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:

@@ -57,9 +57,8 @@ def encode_response(
     conversation's response is what the chat template adds, up to its end of sequence. ``as_written`` leaves what a
     model wrote as it is: without a space before it, and with thoughts that the template would drop.
 
-    The ids are those of the whole text without the prompt's. If the whole text's ids do not begin with the prompt's,
-    because a token reaches over the border, the response is encoded alone. Decoding prompt and response always gives
-    the whole text.
+    The ids are those of the whole text without the prompt's; where a token reaches over the border, those of the
+    response alone. Decoding prompt and response always gives the whole text.
 
     Raises:
         ModelError: there is no end-of-sequence token, no begin-of-text token for an empty prompt, or no chat template

@@ -1,8 +1,4 @@
-"""Ended rows leave their batch: the model computes the others alone, while ``model.generate`` still sees all rows.
-
-Tokens, random numbers and lengths are the same as without it: a row that has left gets zero logits, and ``generate``
-writes padding for it.
-"""
+"""Ended rows leave their batch: the model computes the others alone, while ``model.generate`` still sees all rows."""
 
 from __future__ import annotations
 
@@ -21,9 +17,10 @@ BY_ROW = ("input_ids", "attention_mask", "position_ids")
 
 
 class FinishedRows:
-    """A context around ``model.generate`` in which ended rows leave the batch.
+    """A context around ``model.generate`` in which ended rows leave the batch. It changes no token.
 
-    All rows stay with a cache of another kind, in compiled models, and where the model takes other tensors.
+    A row that has left gets zero logits, and ``generate`` writes padding for it. All rows stay with a cache of another
+    kind, in compiled models, and where the model takes other tensors.
 
     Args:
         model: the causal LM.

@@ -41,7 +41,7 @@ Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 _OWN_CACHE = "each batch has a cache of its own"
 _DRAFT = "what a draft costs would be missing from the stats; call model.generate"
 _PADDED = "it counts padding, so that a text would depend on its batch"
-#: Options of ``model.generate`` that would be wrong without a word, or change what is measured.
+#: Options of ``model.generate`` that would silently be wrong, or change what is measured.
 REFUSED = {
     **dict.fromkeys([*CACHE_NAMES, "cache_implementation"], _OWN_CACHE),
     "generation_config": "give its values as options",
@@ -54,8 +54,6 @@ NEVER = {
     "guidance_scale": "it runs the model a second time in every step, with all its layers",
     "min_length": f"{_PADDED}: give min_new_tokens",
 }
-#: transformers' default of ``max_new_tokens``.
-NEW_TOKENS = 20
 
 
 def generate(
@@ -105,9 +103,7 @@ def generate(
 
 def to_prompts(prompts: Any) -> list[Prompt]:
     """List of prompts from one text or conversation, or from several. Raises UsageError for anything else."""
-    if isinstance(prompts, str) or is_conversation(prompts):
-        prompts = [prompts]
-    prompts = list(prompts)
+    prompts = [prompts] if isinstance(prompts, str) or is_conversation(prompts) else list(prompts)
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not is_conversation(prompt):
             raise UsageError(f"prompt {number} is neither a text nor a list of messages: {prompt!r}")
@@ -124,12 +120,7 @@ def generate_ids(
     on_batch: Callable[[GenerationStats], object] = lambda stats: None,
     **options: Any,
 ) -> GenerationOutput:
-    """A text for each prompt of token ids; :func:`generate` describes the arguments and errors.
-
-    Args:
-        decoding: a schedule, None for the full model, or a function that makes a batch's cache.
-        on_batch: called with the stats of each batch.
-    """
+    """A text for each prompt of token ids, as :func:`generate` does; ``on_batch`` gets each batch's stats."""
     options = {name: value for name, value in options.items() if value is not None}
     check_options(options, model.generation_config)
     most = max_new_tokens(options, model.generation_config)
@@ -173,11 +164,7 @@ class NaNCheck(LogitsProcessor):
 
 
 class Progress(StoppingCriteria):
-    """Stops what other criteria stop, counts passes, and notes when each row ended.
-
-    Args:
-        ends: criteria that end a row.
-        prompts: ids of the padded prompts (rows, positions).
+    """Ends rows where other criteria do, counts passes, and notes each row's length.
 
     Attributes:
         passes: forward passes; verifying several tokens of prompt lookup is one.
@@ -235,11 +222,16 @@ def _generate_batch(
     else:
         cache = SkipCache(model, decoding) if isinstance(decoding, Schedule) else decoding(model)
     beams = options.get("num_beams") or config.num_beams or 1
-    # These come before the checkpoint's generation_config.
-    defaults = {"do_sample": False, "use_cache": True, "cache_implementation": None, "num_return_sequences": 1}
-    candidates = [tokenizer.pad_token_id, config.pad_token_id, *end_tokens, 0]  # any that has an embedding will do
     size = model.get_input_embeddings().weight.shape[0]
-    defaults["pad_token_id"] = next(token for token in candidates if token is not None and token < size)
+    candidates = [tokenizer.pad_token_id, config.pad_token_id, *end_tokens, 0]  # any that has an embedding will do
+    # These come before the checkpoint's generation_config.
+    defaults = {
+        "do_sample": False,
+        "use_cache": True,
+        "cache_implementation": None,
+        "num_return_sequences": 1,
+        "pad_token_id": next(token for token in candidates if token is not None and token < size),
+    }
     # Without end tokens, ``generate`` does not pad the rows that have ended.
     leaving = FinishedRows(model, cache, progress.ended) if beams == 1 and end_tokens else nullcontext()
     with leaving:
@@ -264,8 +256,6 @@ def _generate_batch(
         text = decode_response(tokenizer, prompt, tokens)
         completions.append(Completion(text, len(tokens), "stop" if length else "length"))
     steps = progress.passes - 1
-    if beams == 1:  # on MPS, transformers stops a pass late, and drops its token
-        steps = min(steps, len(sequences[0]) - 1)
     prompt_schedule = decoding if isinstance(decoding, Schedule) else Schedule.full(layers)
     peak = getattr(cache, "peak_kv_bytes", 0) or max(total_kv_bytes(cache), getattr(leaving, "peak_kv_bytes", 0))
     stats = GenerationStats(
@@ -275,7 +265,7 @@ def _generate_batch(
         seconds=end - start,
         decode_seconds=end - progress.prompt_done,
         steps=steps,
-        layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)[:steps]),
+        layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)),
         row_layers=getattr(cache, "row_layers", 0),
         row_steps=getattr(cache, "row_steps", 0),
         prompt_positions=width,
@@ -286,12 +276,7 @@ def _generate_batch(
 
 
 def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> None:
-    """Raise UsageError for options that would be wrong without a word, or that ``GenerationConfig`` finds invalid.
-
-    Args:
-        options: of ``model.generate``.
-        defaults: the checkpoint's generation_config, which may ask for the same.
-    """
+    """Raise UsageError for options, or defaults of the checkpoint, that are refused or contradict each other."""
     for name, reason in (REFUSED | NEVER).items():
         value = options.get(name, getattr(defaults, name, None) if name in NEVER else None)
         if value not in (None, False, 0, 1):
@@ -306,12 +291,12 @@ def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> Non
 
 
 def max_new_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
-    """Most new tokens of a text: the option, else the checkpoint's value, else transformers' 20."""
-    return options.get("max_new_tokens") or defaults.max_new_tokens or NEW_TOKENS
+    """Most new tokens of a text: the option, else the checkpoint's value, else 20, as in transformers."""
+    return options.get("max_new_tokens") or defaults.max_new_tokens or 20
 
 
 def end_token_ids(options: Mapping[str, Any], defaults: GenerationConfig) -> list[int]:
-    """Ids of the tokens that end a text: the option ``eos_token_id``, else the checkpoint's."""
+    """Ids of the tokens that end a text."""
     ends = options.get("eos_token_id", defaults.eos_token_id)
     return [] if ends is None else sorted(torch.as_tensor(ends).flatten().tolist())
 

@@ -49,8 +49,8 @@ class JobResult:
     @property
     def completions(self) -> list[Completion | None]:
         """Completions of the rows; None for a row with an error."""
-        names = OUTPUT_COLUMNS[:3]
-        return [None if "error" in row else Completion(*(row[name] for name in names)) for row in self.rows]
+        columns = OUTPUT_COLUMNS[:3]
+        return [None if "error" in row else Completion(*(row[name] for name in columns)) for row in self.rows]
 
     @property
     def texts(self) -> list[str]:
@@ -65,8 +65,11 @@ class JobResult:
     @property
     def summary(self) -> dict[str, Any]:
         """Figures for JSON: those of the stats, ``bad_rows``, ``layers`` and ``target_speedup``."""
-        more = {"layers": self.stats.num_layers, "target_speedup": self.schedule.target}
-        return self.stats.summary() | {"bad_rows": sum("error" in row for row in self.rows)} | more
+        return self.stats.summary() | {
+            "bad_rows": sum("error" in row for row in self.rows),
+            "layers": self.stats.num_layers,
+            "target_speedup": self.schedule.target,
+        }
 
 
 @dataclass(frozen=True)
@@ -115,28 +118,32 @@ class GenerationJob:
     ) -> JobResult:
         """Generate the texts that no earlier run has generated, and write the output.
 
-        Args:
-            on_start: called with the number of rows that get a text, and of those that have one.
-            on_batch: called with the stats of each batch.
-            say: called with messages for the user.
+        ``on_start`` gets the number of rows that get a text, and of those that have one; ``on_batch`` the stats of each
+        batch; ``say`` messages for the user.
 
         Raises:
             DataError: the input cannot be read, or a row is bad.
             UsageError: the output exists, or an earlier run had other settings; an option is not supported.
-            SkipDecodeError: the model or the schedule does not fit.
         """
         checkpoint = self.checkpoint
         options = {"max_new_tokens": self.task.max_new_tokens} | dict(self.options)
+        most = options["max_new_tokens"]
         check_options(options, checkpoint.generation_config)
         schedule = self._schedule(say)
         rows, prompts = self._read()
         if checkpoint.tokenizer.chat_template is not None and any(isinstance(prompt, str) for prompt in prompts):
             say("prompts are texts, which a chat model continues: it answers rows with `messages`")
+        if any(not isinstance(prompt, str) and prompt[-1].role == "assistant" for prompt in prompts):
+            say("some conversations end with the assistant's message, which is continued")
         ids = encode_prompts(checkpoint.tokenizer, prompts)
-        for row, prompt_ids in zip(rows, ids, strict=True):
-            row |= self._error(len(prompt_ids), options["max_new_tokens"])
+        limit = position_limit(checkpoint.config) or math.inf
+        for row, prompt in zip(rows, ids, strict=True):
+            if not prompt:
+                row["error"] = "the prompt has no token"
+            elif len(prompt) + most > limit:
+                row["error"] = f"{len(prompt)} prompt tokens and {most} new ones: the model has {limit} positions"
         good = [i for i, row in enumerate(rows) if "error" not in row]
-        positions = max((len(ids[i]) for i in good), default=0) + options["max_new_tokens"]
+        positions = max((len(ids[i]) for i in good), default=0) + most
         if positions > (max_positions(checkpoint.config) or math.inf):
             say(f"some rows need up to {positions} positions, more than the model was trained for")
         settings = {
@@ -149,12 +156,12 @@ class GenerationJob:
         progress = Progress(self.output, settings, self.overwrite)
         size = self.batch_size * (VLLM_BATCHES if self.engine == "vllm" else 1)
         batches = [[good[i] for i in batch] for batch in split_batches([ids[i] for i in good], size)]
-        on_start(len(good), sum(len(output.completions) for output in progress.batches.values()))
         todo = {
             index: ([ids[i] for i in batch], self.seed + index)
             for index, batch in enumerate(batches)
             if index not in progress.batches
         }
+        on_start(len(good), len(good) - sum(len(batch) for batch, _ in todo.values()))
         for index, output in self._generate(todo, schedule, options, positions) if todo else ():
             progress.add(index, output)
             on_batch(output.stats)
@@ -197,29 +204,20 @@ class GenerationJob:
             raise DataError(f"{self.prompts} holds no rows")
         return [columns for columns, _ in found.values()], [prompt for _, prompt in found.values()]
 
-    def _error(self, length: int, new_tokens: int) -> dict[str, str]:
-        """Column ``error`` of a row that the model cannot take."""
-        limit = position_limit(self.checkpoint.config)
-        if length == 0:
-            return {"error": "the prompt has no token"}
-        if limit is not None and length + new_tokens > limit:
-            return {"error": f"{length} prompt tokens and {new_tokens} new ones: the model has {limit} positions"}
-        return {}
-
     def _generate(
         self, batches: Mapping[int, Any], schedule: Schedule, options: Mapping[str, Any], positions: int
     ) -> Iterator[tuple[int, GenerationOutput]]:
-        if self.workers:
-            from .ray import generate_on_ray
-
-            dtype, device = placement(self.checkpoint.config, self.load.get("dtype", "auto"), self.load.get("device"))
-            job = replace(self, load={**self.load, "dtype": str(dtype).removeprefix("torch."), "device": device})
-            start = partial(start_engine, job, schedule, options, positions)
-            yield from generate_on_ray(start, batches, self.workers, on_gpu=device != "cpu")
+        if not self.workers:
+            with start_engine(self, schedule, options, positions) as generate_batch:
+                for index, batch in batches.items():
+                    yield index, generate_batch(*batch)
             return
-        with start_engine(self, schedule, options, positions) as generate_batch:
-            for index, batch in batches.items():
-                yield index, generate_batch(*batch)
+        from .ray import generate_on_ray
+
+        dtype, device = placement(self.checkpoint.config, self.load.get("dtype", "auto"), self.load.get("device"))
+        job = replace(self, load={**self.load, "dtype": str(dtype).removeprefix("torch."), "device": device})
+        start = partial(start_engine, job, schedule, options, positions)
+        yield from generate_on_ray(start, batches, self.workers, on_gpu=device != "cpu")
 
 
 @contextmanager
@@ -241,15 +239,7 @@ def start_engine(
 class Progress:
     """Finished batches of a job, one line each in ``OUTPUT.partial`` behind a line of the job's settings.
 
-    A line that a kill cut short is dropped.
-
-    Args:
-        output: the file that the job will write; None: nothing is kept.
-        settings: what the texts depend on.
-        overwrite: drop an output, or batches of other settings, in place of a UsageError.
-
-    Attributes:
-        batches: finished batches by their number.
+    A line that a kill cut short is dropped. Without an output, nothing is kept.
     """
 
     def __init__(self, output: str | Path | None, settings: Mapping[str, Any], overwrite: bool) -> None:

@@ -92,14 +92,12 @@ class GenerationStats:
             "rows": self.rows,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
-            "decode_seconds": round(self.decode_seconds, 3),
             "tokens_per_second": round(self.tokens_per_second, 1),
             "average_depth": round(self.average_depth, 2),
             "layer_ratio": round(self.layer_ratio, 3),
-            "peak_kv_bytes": self.peak_kv_bytes,
         }
-        measured = ("decode_seconds", "peak_kv_bytes")
-        return {name: value for name, value in figures.items() if value or name not in measured}
+        measured = {"decode_seconds": round(self.decode_seconds, 3), "peak_kv_bytes": self.peak_kv_bytes}
+        return figures | {name: value for name, value in measured.items() if value}
 
 
 @dataclass

@@ -12,12 +12,15 @@ from itertools import groupby
 from typing import Any
 
 import gradio as gr
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.tokenize import encode_prompts
 from ..errors import SkipDecodeError, UsageError
-from ..generation.stream import TokenStream
-from ..model.cache import total_kv_bytes
+from ..generation.generate import NaNCheck, end_token_ids
+from ..loading.device import synchronize
+from ..model.cache import SkipCache, total_kv_bytes
+from ..model.cache_name import CACHE
 from ..schedule import Schedule
 
 #: Longest prompt in characters, and longest output in tokens.
@@ -39,13 +42,43 @@ STYLE = """
 """
 
 
+class TokenStream:
+    """A greedy sequence that grows by one token for each :meth:`step`.
+
+    Attributes:
+        tokens: the generated token ids.
+        seconds: seconds of computing, the prompt's included.
+        done: whether the last token ends the sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Sequence[int], schedule: Schedule) -> None:
+        self.model = model
+        self.schedule = schedule
+        self.cache = SkipCache(model, schedule)
+        self.prompt_length = len(ids)
+        self.tokens: list[int] = []
+        self.seconds = 0.0
+        self.done = False
+        self._new = torch.tensor([ids], device=model.device)
+        self._ends = end_token_ids({}, model.generation_config)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Generate the next token. Raises ModelError for NaN logits."""
+        start = time.perf_counter()
+        output = self.model(input_ids=self._new, use_cache=True, logits_to_keep=1, **{CACHE: self.cache})
+        self._new = NaNCheck()(self._new, output.logits[:, -1]).argmax(-1, keepdim=True)
+        self.tokens.append(int(self._new))
+        self.done = self.tokens[-1] in self._ends
+        synchronize(self.model.device)
+        self.seconds += time.perf_counter() - start
+
+
 def side_by_side(outputs: Sequence[TokenStream], max_new_tokens: int, machine: threading.Lock) -> Iterator[None]:
     """Generate all outputs in turn; the next is always the one that has computed least.
 
-    Yields after each :data:`REFRESH` seconds, and at the end.
-
-    Args:
-        machine: held for each token, so that several visitors take turns.
+    Yields after each :data:`REFRESH` seconds, and at the end. ``machine`` is held for each token, so that several
+    visitors take turns.
     """
     shown = time.perf_counter()
     while running := [each for each in outputs if not each.done]:
@@ -60,31 +93,33 @@ def side_by_side(outputs: Sequence[TokenStream], max_new_tokens: int, machine: t
 
 
 def mark_differences(text: str, reference: str, finished: bool) -> str:
-    """Return ``text`` as HTML, with the words marked that ``reference`` does not have there.
-
-    While ``reference`` is unfinished, words beyond its length are not compared.
-    """
+    """``text`` as HTML, with the words marked that ``reference``, as far as it is finished, does not have there."""
     words = re.findall(r"\s+|\S+", text)
     others = re.findall(r"\s+|\S+", reference)
     compared = len(words) if finished else min(len(words), len(others))
     matcher = difflib.SequenceMatcher(None, others, words[:compared], autojunk=False)
-    parts = []
+    html = ""
     for kind, _, _, start, end in matcher.get_opcodes():
         part = escape("".join(words[start:end]))
-        parts.append(part if kind == "equal" or not part.strip() else f"<mark>{part}</mark>")
-    return "".join(parts) + escape("".join(words[compared:]))
+        html += part if kind == "equal" or not part.strip() else f"<mark>{part}</mark>"
+    return html + escape("".join(words[compared:]))
 
 
 def draw_layers(schedule: Schedule, prompt_length: int, depths: Sequence[int], max_steps: int) -> str:
-    """Return an SVG of the layers, lowest at the bottom, that the prompt and each decode step ran."""
+    """SVG of the layers, lowest at the bottom, that the prompt and each decode step ran."""
     layers = schedule.num_layers
     width = PROMPT + 2 + max(max_steps, 1)
     ran = schedule.positions_per_layer(prompt_length, prompt_length)
-    boxes = [_box(0, layer, PROMPT * ran[layer] / prompt_length, layers, "prompt") for layer in range(layers)]
+
+    def box(x: float, layer: int, width: float, kind: str) -> str:
+        y = (layers - layer - 1) * LAYER
+        return f'<rect class="{kind}" x="{x:g}" y="{y}" width="{width:g}" height="{LAYER}"/>'
+
+    boxes = [box(0, layer, PROMPT * ran[layer] / prompt_length, "prompt") for layer in range(layers)]
     start = PROMPT + 2
     for depth, steps in groupby(depths):
         count = len([*steps])
-        boxes += [_box(start, layer, count, layers, "step") for layer in schedule.layers(depth)]
+        boxes += [box(start, layer, count, "step") for layer in schedule.layers(depth)]
         start += count
     label = f"layers run by the prompt and {len(depths)} decode steps, of {layers}"
     return (
@@ -93,13 +128,8 @@ def draw_layers(schedule: Schedule, prompt_length: int, depths: Sequence[int], m
     )
 
 
-def _box(x: float, layer: int, width: float, layers: int, kind: str) -> str:
-    y = (layers - layer - 1) * LAYER
-    return f'<rect class="{kind}" x="{x:g}" y="{y}" width="{width:g}" height="{LAYER}"/>'
-
-
 def render(output: TokenStream, first: TokenStream, text: str, reference: str, max_new_tokens: int) -> list[str]:
-    """Return the HTML of one output: its text, its figures and its layers."""
+    """HTML of one output: its text, its figures and its layers."""
     depths = output.cache.step_depths
     layers = output.schedule.num_layers
     depth = sum(depths) / len(depths) if depths else layers
@@ -123,15 +153,13 @@ def page(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     schedules: Mapping[float, Schedule],
-    sampling: Mapping[str, float],
     name: str,
     max_new_tokens: int = 96,
 ) -> gr.Blocks:
-    """Return the page: a prompt above, an output at each speed below. Outputs are compared with the first."""
+    """The page: a prompt above, an output at each speed below. Outputs are compared with the first."""
     machine = threading.Lock()
     is_chat = tokenizer.chat_template is not None
     speeds = [f"{speedup:g}x" for speedup in schedules]
-    how = ", ".join(f"{key} {value:g}" for key, value in sampling.items()) or "greedy"
 
     def generate(text: str, as_message: bool, length: int) -> Iterator[list[str]]:
         prompt: Any = [{"role": "user", "content": text}] if as_message else text
@@ -139,7 +167,7 @@ def page(
             if not text.strip():
                 raise UsageError("type a prompt first")
             (ids,) = encode_prompts(tokenizer, [prompt])
-            outputs = [TokenStream(model, ids, schedule, sampling) for schedule in schedules.values()]
+            outputs = [TokenStream(model, ids, schedule) for schedule in schedules.values()]
             for _ in side_by_side(outputs, length, machine):
                 texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in outputs]
                 rows = [render(o, outputs[0], text, texts[0], length) for o, text in zip(outputs, texts, strict=True)]
@@ -148,7 +176,7 @@ def page(
             raise gr.Error(str(error), print_exception=False) from None
 
     with gr.Blocks(analytics_enabled=False, title="SkipDecode") as blocks:
-        gr.Markdown(f"# SkipDecode\n{name}: one prompt at {', '.join(speeds)}. Sampling: {how}.")
+        gr.Markdown(f"# SkipDecode\n{name}: one prompt at {', '.join(speeds)}. Decoding is greedy.")
         prompt = gr.Textbox(label="Prompt", lines=3, max_length=MAX_CHARACTERS, autofocus=True)
         with gr.Row():
             as_message = gr.Checkbox(is_chat, label="As a chat message", visible=is_chat)
