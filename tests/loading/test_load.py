@@ -253,6 +253,21 @@ def test_a_generation_config_is_optional(model: Path) -> None:
     assert checkpoint.load(device="cpu").generation_config.eos_token_id == checkpoint.config.eos_token_id
 
 
+def test_without_a_generation_config_a_turn_ends_as_the_template_ends_it(model: Path) -> None:
+    """By a special token behind the assistant's words, if there is one."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|turn|>")
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}END{% endfor %}"
+    for template, extra in ((turns.replace("END", "<|turn|>\n"), {end}), (turns.replace("END", "\n"), set())):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(model)
+        (model / "generation_config.json").unlink(missing_ok=True)
+        checkpoint = Checkpoint.resolve(model)
+        ends = checkpoint.generation_config.eos_token_id
+        assert {*(ends if isinstance(ends, list) else [ends])} == extra | {checkpoint.config.eos_token_id}
+
+
 def test_a_multimodal_config_brings_its_schedules(tmp_path: Path) -> None:
     """The language model alone is loaded, whose own config has no entry."""
     tokenizer = train_tokenizer(TEXTS * 20, 320)

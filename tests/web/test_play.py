@@ -46,9 +46,9 @@ def visible(html: str) -> str:
     return re.sub(r"<[^>]+>", "", html)
 
 
-def stream(demo: tuple[Any, Any], schedule: Schedule) -> TokenStream:
+def stream(demo: tuple[Any, Any], schedule: Schedule, **options: Any) -> TokenStream:
     model, tokenizer = demo
-    made = TokenStream(model, encode_prompts(tokenizer, [PROMPT])[0], schedule)
+    made = TokenStream(model, encode_prompts(tokenizer, [PROMPT])[0], schedule, **options)
     for _ in range(8):
         made.step()
     return made
@@ -60,6 +60,16 @@ def test_a_greedy_stream_is_what_generate_generates(demo: tuple[Any, Any]) -> No
     (expected,) = generate(*demo, [PROMPT], schedule=schedule, max_new_tokens=8).completions
     assert demo[1].decode(made.tokens) == expected.text
     assert made.cache.step_depths == [schedule.depth(g) for g in range(7)]
+
+
+def test_options_act_as_in_generate(demo: tuple[Any, Any]) -> None:
+    options = {"repetition_penalty": 1.5}
+    (expected,) = generate(*demo, [PROMPT], schedule=SCHEDULES[3.0], max_new_tokens=8, **options).completions
+    assert demo[1].decode(stream(demo, SCHEDULES[3.0], **options).tokens) == expected.text
+    likeliest = stream(demo, SCHEDULES[3.0], do_sample=True, top_k=1)
+    assert likeliest.tokens == stream(demo, SCHEDULES[3.0]).tokens
+    hot = [stream(demo, SCHEDULES[3.0], do_sample=True, temperature=9.0).tokens for _ in range(2)]
+    assert hot[0] == hot[1] != likeliest.tokens
 
 
 def test_nan_never_becomes_a_token(demo: tuple[Any, Any]) -> None:

@@ -27,6 +27,7 @@ def play(
 
     skipdecode play fast --speedups 1,1.5,2
     """
+    from ..generation.chat import sampling_options
     from ..loading.load import Checkpoint
     from ..schedule import choose_schedule
     from ..web.play import launch, page
@@ -38,7 +39,9 @@ def play(
     schedules = {
         speedup: choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup) for speedup in sorted(speeds)
     }
-    blocks = page(checkpoint.load(), checkpoint.tokenizer, schedules, model, max_new_tokens)
+    tokenizer = checkpoint.tokenizer
+    options = sampling_options(checkpoint.generation_config, {}) if tokenizer.chat_template else {}
+    blocks = page(checkpoint.load(), tokenizer, schedules, model, max_new_tokens, **options)
     say(f"http://{host}:{port}; Ctrl-C ends it")
     launch(blocks, server_name=host, server_port=port, quiet=True)
 

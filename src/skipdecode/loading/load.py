@@ -94,8 +94,12 @@ class Checkpoint:
             with suppress(OSError):  # the file is optional
                 return GenerationConfig.from_pretrained(self.path, revision=self.revision)
         config = GenerationConfig.from_model_config(self.config)
+        ends = _turn_ends(self.tokenizer)
         if self.gguf_file is not None:
-            config.eos_token_id = _gguf_ends(Path(self.path, self.gguf_file)) or config.eos_token_id
+            ends |= _gguf_ends(Path(self.path, self.gguf_file))
+        if ends:
+            known = config.eos_token_id
+            config.eos_token_id = sorted(ends.union(known if isinstance(known, list) else [known]) - {None})
         return config
 
     @cached_property
@@ -294,10 +298,23 @@ def _files(folder: Path) -> list[Path]:
     return sorted({file for pattern in FILES.split() for file in folder.glob(pattern)})
 
 
-def _gguf_ends(file: Path) -> list[int]:
+def _gguf_ends(file: Path) -> set[int]:
     """Ids of the tokens that end a text or a turn, from a GGUF file's header."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
     keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
-    return sorted({int(fields[key].parts[-1][0]) for key in keys if key in fields})
+    return {int(fields[key].parts[-1][0]) for key in keys if key in fields}
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Id of the special token with which the chat template ends an assistant's turn, if it does so."""
+    if not tokenizer.chat_template:
+        return set()
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "…"}]
+    with suppress(Exception):  # a template may raise anything
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("…")[2]
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+        known = tokenizer.added_tokens_decoder
+        return {token for token in ids[:1] if token in known and known[token].special}
+    return set()

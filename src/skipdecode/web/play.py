@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -43,33 +44,50 @@ STYLE = """
 
 
 class TokenStream:
-    """A greedy sequence that grows by one token for each :meth:`step`.
+    """A sequence that grows by one token for each :meth:`step`.
+
+    ``options`` are those of ``model.generate``. Random numbers are the same at every speed.
 
     Attributes:
-        tokens: the generated token ids.
+        ids: token ids of the prompt and of the text, (1, positions).
         seconds: seconds of computing, the prompt's included.
         done: whether the last token ends the sequence.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Sequence[int], schedule: Schedule) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Sequence[int], schedule: Schedule, **options: Any) -> None:
         self.model = model
         self.schedule = schedule
         self.cache = SkipCache(model, schedule)
+        self.ids = torch.tensor([ids], device=model.device)
         self.prompt_length = len(ids)
-        self.tokens: list[int] = []
         self.seconds = 0.0
         self.done = False
-        self._new = torch.tensor([ids], device=model.device)
-        self._ends = end_token_ids({}, model.generation_config)
+        config = deepcopy(model.generation_config)
+        config.update(**options)
+        self._sample = config.do_sample
+        self._process = model._get_logits_processor(config, len(ids), device=str(model.device))
+        self._random = torch.Generator(model.device).manual_seed(0)
+        self._ends = end_token_ids({}, config)
+        self._new = self.ids
+
+    @property
+    def tokens(self) -> list[int]:
+        """The generated token ids."""
+        return self.ids[0, self.prompt_length :].tolist()
 
     @torch.no_grad()
     def step(self) -> None:
         """Generate the next token. Raises ModelError for NaN logits."""
         start = time.perf_counter()
         output = self.model(input_ids=self._new, use_cache=True, logits_to_keep=1, **{CACHE: self.cache})
-        self._new = NaNCheck()(self._new, output.logits[:, -1]).argmax(-1, keepdim=True)
-        self.tokens.append(int(self._new))
-        self.done = self.tokens[-1] in self._ends
+        logits = NaNCheck()(self.ids, output.logits[:, -1].float())
+        scores = self._process(self.ids, logits)
+        if self._sample:
+            self._new = torch.multinomial(scores.softmax(-1), 1, generator=self._random)
+        else:
+            self._new = scores.argmax(-1, keepdim=True)
+        self.ids = torch.cat([self.ids, self._new], dim=1)
+        self.done = int(self._new) in self._ends
         synchronize(self.model.device)
         self.seconds += time.perf_counter() - start
 
@@ -155,11 +173,17 @@ def page(
     schedules: Mapping[float, Schedule],
     name: str,
     max_new_tokens: int = 96,
+    **options: Any,
 ) -> gr.Blocks:
-    """The page: a prompt above, an output at each speed below. Outputs are compared with the first."""
+    """The page: a prompt above, an output at each speed below. Outputs are compared with the first.
+
+    ``options`` are those of ``model.generate``, for sampling.
+    """
     machine = threading.Lock()
     is_chat = tokenizer.chat_template is not None
     speeds = [f"{speedup:g}x" for speedup in schedules]
+    chosen = {name: value for name, value in options.items() if name != "do_sample"}
+    how = ", ".join(f"{name} {value:g}" for name, value in chosen.items()) or "as the model's generation_config says"
 
     def generate(text: str, as_message: bool, length: int) -> Iterator[list[str]]:
         prompt: Any = [{"role": "user", "content": text}] if as_message else text
@@ -167,7 +191,7 @@ def page(
             if not text.strip():
                 raise UsageError("type a prompt first")
             (ids,) = encode_prompts(tokenizer, [prompt])
-            outputs = [TokenStream(model, ids, schedule) for schedule in schedules.values()]
+            outputs = [TokenStream(model, ids, schedule, **options) for schedule in schedules.values()]
             for _ in side_by_side(outputs, length, machine):
                 texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in outputs]
                 rows = [render(o, outputs[0], text, texts[0], length) for o, text in zip(outputs, texts, strict=True)]
@@ -176,7 +200,7 @@ def page(
             raise gr.Error(str(error), print_exception=False) from None
 
     with gr.Blocks(analytics_enabled=False, title="SkipDecode") as blocks:
-        gr.Markdown(f"# SkipDecode\n{name}: one prompt at {', '.join(speeds)}. Decoding is greedy.")
+        gr.Markdown(f"# SkipDecode\n{name}: one prompt at {', '.join(speeds)}. Decoding: {how}.")
         prompt = gr.Textbox(label="Prompt", lines=3, max_length=MAX_CHARACTERS, autofocus=True)
         with gr.Row():
             as_message = gr.Checkbox(is_chat, label="As a chat message", visible=is_chat)
