@@ -38,7 +38,7 @@ def evaluate(
     """
     from ..evaluation.evaluate import EvaluateConfig
     from ..evaluation.evaluate import evaluate as run
-    from ..evaluation.report import brief
+    from ..evaluation.report import columns
 
     config = EvaluateConfig(
         model,
@@ -59,7 +59,7 @@ def evaluate(
     )
     with Bar() as bar:
         results = run(config, command=f"skipdecode {shlex.join(sys.argv[1:])}", say=say, on_progress=bar.show)
-    print_table(*brief(results.rows, results.metrics))
+    print_table(*columns(results.rows, brief=True))
     for mark in ("*", "rough"):
         if mark in results.about:
             say(f"{mark}: {results.about[mark]}")
