@@ -23,7 +23,7 @@ LABELS |= {"static": "static pruning", "scratch": "small model from scratch"}
 
 def variants(full: Checkpoint, rows: list[str], speedups: list[float], steps: int = 64) -> list[Variant]:
     """Variants of an evaluation, the full model first."""
-    found = [Variant("full-1x", full, "full", 1.0, None, METHODS["full"])]
+    found = [Variant("full-1x", full, "full", 1.0, None, "full model")]
     for row in rows:
         name, _, path = row.partition("=")
         for speedup in speedups:

@@ -20,7 +20,7 @@ def main() -> None:
     """Write the pages anew."""
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(ROOT / "docs", PAGES)
-    shutil.copytree(ROOT / "results", PAGES / "results", ignore=shutil.ignore_patterns("rows", "texts"))
+    shutil.copytree(ROOT / "results", PAGES / "results", ignore=shutil.ignore_patterns("rows.jsonl"))
     for page in PAGES.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         for old, new in MOVED.items():

@@ -110,9 +110,10 @@ def answer(folder: str, *rows: str) -> None:
     """Print the first prompt and its output at each speed."""
     prompt = json.loads((RESULTS / folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
     print(f"\n> {prompt['messages'][0]['content']}\n")
-    for name in rows:
-        row = json.loads((RESULTS / folder / "rows" / f"{name}.json").read_text(encoding="utf-8"))
-        print(f"- **{speed(row)}**: {' '.join(row['texts'][0].split())}")
+    _, *lines = (RESULTS / folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    for row in map(json.loads, lines):
+        if row["variant"]["key"] in rows:
+            print(f"- **{speed(row)}**: {' '.join(row['texts'][0].split())}")
     print()
 
 

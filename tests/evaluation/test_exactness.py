@@ -14,7 +14,7 @@ import skipdecode
 from helpers.families import FAMILIES, FORMS, LAYERS, TOP, build
 from helpers.tiny import run
 from skipdecode import Schedule, attach
-from skipdecode.evaluation.exactness import CHECKS, in_float64, run_checks
+from skipdecode.evaluation.exactness import CHECKS, NEW_TOKENS, run_checks
 from skipdecode.model import cache, gate
 from skipdecode.model.adapter import Adapter
 from skipdecode.model.inspect import text_config
@@ -28,7 +28,7 @@ def failed(model: Any, schedule: Schedule) -> dict[str, str]:
 CACHED, FORCED = "cached decoding = these layers without a cache", "a training pass = these layers without gates"
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in (*FORMS, "mixtral", "falcon-h1", "gemma3n")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in {*FORMS, "gemma3n"} - {"gemma3"}])
 def test_all_claims_hold_on_every_form_of_model(name: str) -> None:
     findings = list(run_checks(attach(build(name)), Schedule(LAYERS, 6, 2, horizon=8)))
     assert [finding for finding in findings if not finding.held] == []
@@ -46,18 +46,16 @@ def random_adapter(model: Any, schedule: Schedule) -> Adapter:
 
 
 def test_an_adapter_is_checked_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 too, where needed; its weights come back as they were."""
+    """In float64 too, where needed; it stays what it was."""
     model = build("llama").bfloat16()
     adapter = random_adapter(model, TOP).bfloat16()
     attach(model, adapter=adapter)
-    before = {name: weight.clone() for name, weight in adapter.state_dict().items()}
     monkeypatch.setattr("skipdecode.evaluation.exactness.TOLERANCE", 1e-6)
     monkeypatch.setattr("skipdecode.evaluation.exactness.TIMES_STOCK", 0)
     findings = list(run_checks(model, TOP))
     assert [finding for finding in findings if not finding.held] == []
     assert any("in float64" in finding.detail for finding in findings)
-    for name, weight in adapter.state_dict().items():
-        assert torch.equal(weight, before[name])
+    assert {weight.dtype for weight in (*model.parameters(), *adapter.parameters())} == {torch.bfloat16}
 
 
 def run_all(right: Any, self: Any, index: int, width: int) -> None:
@@ -96,8 +94,8 @@ def test_nan_at_any_step_fails(checkpoint: Path, step: int) -> None:
     calls: list[int] = []
 
     def poison(module: Any, args: Any, output: Any) -> Any:
-        calls.append(1)
-        return output * float("nan") if len(calls) % 12 == (step + 1) % 12 else output
+        calls.extend([1] * (output.shape[1] == 1))
+        return output * float("nan") if len(calls) % NEW_TOKENS == (step + 1) % NEW_TOKENS else output
 
     model.lm_head.register_forward_hook(poison)
     found = failed(model, TOP)
@@ -111,32 +109,23 @@ def test_rounding_is_told_from_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         vocab_size=128,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=10,
+        num_hidden_layers=6,
         num_attention_heads=4,
         initializer_range=1.0,
         pad_token_id=0,
     )
     model = attach(LlamaForCausalLM(config).eval())
     model.model.layers[1].mlp.down_proj.weight.data *= 1000
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    schedule = Schedule(10, 9, 6, 8)
+    schedule = Schedule(6, 5, 3, 8)
     with monkeypatch.context() as strict:  # how far float32 goes astray depends on the CPU: here always too far
         strict.setattr("skipdecode.evaluation.exactness.TOLERANCE", 1e-6)
         strict.setattr("skipdecode.evaluation.exactness.TIMES_STOCK", 0)
         findings = list(run_checks(model, schedule))
     assert [finding for finding in findings if not finding.held] == []
     assert any("in float64" in finding.detail for finding in findings)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     right = gate.Gates.like_output
     monkeypatch.setattr(gate.Gates, "like_output", lambda self, hidden: right(self, hidden * (1 + 1e-4)))
     assert set(failed(model, schedule)) >= {CACHED, FORCED}
-
-
-def test_float64_is_a_state_of_the_context(checkpoint: Path) -> None:
-    model, _ = skipdecode.load(str(checkpoint), dtype="bfloat16")
-    with in_float64(model):
-        assert model.dtype == torch.float64
-    assert model.dtype == torch.bfloat16
 
 
 def test_what_a_run_leaves_behind_is_found(checkpoint: Path) -> None:
@@ -150,16 +139,13 @@ def test_what_a_run_leaves_behind_is_found(checkpoint: Path) -> None:
 
 
 def test_a_sound_checkpoint_passes(checkpoint: Path) -> None:
-    done = run("check", checkpoint, "--json")
+    """With a schedule that begins at full depth, too; a full one is refused."""
+    done = run("check", checkpoint, "--speedup", 1.2, "--json")
     findings = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, findings
     assert len(findings) == len(CHECKS)
     assert all(finding["held"] for finding in findings)
     assert "not trained" in done.stderr
-
-
-def test_schedules_that_begin_at_full_depth_pass_and_full_ones_are_refused(checkpoint: Path) -> None:
-    assert run("check", checkpoint, "--speedup", 1.2).returncode == 0
     done = run("check", checkpoint, "--speedup", 1)
     assert done.returncode == 2
     assert "skips nothing" in done.stderr

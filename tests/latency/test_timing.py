@@ -13,7 +13,7 @@ from helpers.tiny import TEXTS
 from skipdecode import Schedule
 from skipdecode.errors import ModelError
 from skipdecode.generation.stats import GenerationOutput, GenerationStats
-from skipdecode.latency.timing import Speedups, Timing, alternate, compare, forced, remarks, shown, typical_steps
+from skipdecode.latency.timing import Speedups, Timing, alternate, compare, forced
 
 
 def output(lengths: list[int], tokens: int, seconds: float) -> GenerationOutput:
@@ -73,15 +73,3 @@ def test_runs_of_unequal_tokens_or_steps_are_not_compared() -> None:
     with pytest.raises(ModelError, match="stops texts early"):
         compare(timing([20, 20], 42, 2.0), timing([40], 42, 1.0))
     assert compare(timing([20, 20], 42, 2.0), timing([20, 20], 42, 1.0)) == Speedups(2, 2, 1)
-
-
-def test_more_than_skipped_layers_explain_is_marked_and_so_are_few_examples() -> None:
-    pairs = ((2.31, 2.3), (2.3, 2.3), (2.304, 2.299), (0.9, 1))
-    assert [shown(*pair) for pair in pairs] == ["2.31x*", "2.30x", "2.30x", "0.90x"]
-    assert set(remarks(["1.00x", "2.31x*"], 64, 10)) == {"*"}
-    assert set(remarks(["1.00x"], 31, 10)) == set(remarks(["1.00x"], 64, 4)) == {"rough"}
-    assert not remarks(["1.00x"], 32, 5)
-
-
-def test_the_typical_number_of_steps_is_a_batchs_own() -> None:
-    assert [typical_steps(lengths) for lengths in ([0], [9, 1, 5], [4, 8])] == [1, 5, 4]

@@ -27,7 +27,7 @@ def check(
 
     checkpoint = Checkpoint.resolve(model, adapter)
     findings = []
-    for finding in check_model(checkpoint, speedup, dtype, None):
+    for finding in check_model(checkpoint, speedup, dtype):
         findings.append(finding)
         mark = "[green]holds[/]" if finding.held else "[bold red]FAILS[/]"
         out.print(f"{mark}  {finding.claim:44s} {escape(finding.detail)}", soft_wrap=True)

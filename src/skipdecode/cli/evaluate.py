@@ -39,14 +39,14 @@ def evaluate(
     """
     from ..evaluation.evaluate import EvaluateConfig
     from ..evaluation.evaluate import evaluate as run
-    from ..evaluation.report import brief
+    from ..evaluation.report import columns
 
     options = {name: value for name, value in context.params.items() if name != "as_json"}
     options |= {"speedups": o.parse_speedups(speedups), "methods": methods.split(",") if methods else ()}
     command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
         results = run(EvaluateConfig(**options), command=command, say=say, on_progress=bar.show)
-    print_table(*brief(results.rows, results.metrics))
+    print_table(*columns(results.rows, brief=True))
     for mark in ("*", "rough"):
         if mark in results.about:
             say(f"{mark}: {results.about[mark]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,19 +43,11 @@ def divergence(
     prefilled: Iterable[PrefilledBatch],
     schedules: Sequence[Schedule],
     full: PreTrainedModel | None = None,
-    on_pass: Callable[[], object] = lambda: None,
 ) -> list[Divergence]:
     """Divergence of each schedule from the full model, over the texts of ``prefilled``.
 
-    Args:
-        prefilled: texts with the model that skips.
-        schedules: which layers it runs.
-        full: the full model to compare with, with gates attached; None: the skipping model itself at full depth.
-        on_pass: called after each pass of a schedule over a batch.
-
-    Raises:
-        UsageError: no text has a second token.
-        ModelError: logits are not finite.
+    ``full`` has gates attached; None: the skipping model itself at full depth.
+    UsageError: no text has a second token. ModelError: logits are not finite.
     """
     sums: list[list[float]] = [[] for _ in schedules]  # of KL over the positions of each text
     agreeing = [0] * len(schedules)
@@ -72,7 +64,6 @@ def divergence(
             distances = kl_div(found, expected, log_target=True, reduction="none").sum(-1)
             sums[index] += distances.new_zeros(len(counted)).index_add(0, text, distances).tolist()
             agreeing[index] += int((found.argmax(-1) == likeliest).sum())
-            on_pass()
     if not sum(lengths):
         raise UsageError("no text has a second token that fits the model: there is nothing to measure")
     if not np.isfinite(sums).all():

@@ -6,7 +6,7 @@ Both exit at hidden states that :func:`read_out` turns into logits, so training 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
@@ -19,22 +19,14 @@ from ..errors import UnsupportedModel
 from ..generation.generate import end_token_ids
 from ..generation.stats import GenerationOutput
 from ..model.inspect import decoder_layers
-from ..schedule import Schedule
 
-#: Labels of the methods that an evaluation knows.
-METHODS = {"full": "full model", "skipdecode": "SkipDecode", "multi_exit": "multi-layer exit", "calm": "CALM"}
+#: Labels of the methods that an evaluation compares with the full model.
+METHODS = {"skipdecode": "SkipDecode", "multi_exit": "multi-layer exit", "calm": "CALM"}
 #: Temperature of the decay of CALM's threshold, as in the SkipDecode paper.
 TAU = 4
 
 #: Maps hidden states (..., hidden size) to logits (..., vocabulary).
 ReadOut = Callable[[Tensor], Tensor]
-
-
-def multi_exit(trained: Mapping[float, Schedule], num_layers: int, speedup: float) -> Schedule:
-    """Schedule of multi-layer exit (SkipDecode, section 4): every step runs the bottom layers alone."""
-    if speedup in trained:
-        return trained[speedup]
-    return Schedule.for_speedup(speedup, num_layers, order="bottom")
 
 
 def calm(
@@ -52,13 +44,12 @@ def calm(
         horizon: decode steps over which the threshold falls, at least 1.
         generate: generates some texts with a cache factory.
     """
-    low = 0.0
-    high = 6.0
+    caches = confidence_caches(model, 1, horizon)
+    low, high = 0.0, 6.0
     trials = []
     for _ in range(9):
         nines = (low + high) / 2
-        factory = confidence_caches(model, 1 - 10**-nines, horizon)
-        stats = generate(factory).stats
+        stats = generate(partial(caches, threshold=1 - 10**-nines)).stats
         ratio = stats.num_layers / stats.row_depth
         trials.append((abs(ratio / speedup - 1), nines, ratio))
         if ratio < speedup:
@@ -68,12 +59,10 @@ def calm(
     _, nines, ratio = min(trials)
     threshold = 1 - 10**-nines
     notes = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
-    return confidence_caches(model, threshold, horizon), notes
+    return partial(caches, threshold=threshold), notes
 
 
-def confidence_caches(
-    model: PreTrainedModel, threshold: float, horizon: int
-) -> Callable[[PreTrainedModel], DynamicCache]:
+def confidence_caches(model: PreTrainedModel, threshold: float, horizon: int) -> partial[ConfidenceCache]:
     """Function that makes a :class:`ConfidenceCache` for each batch.
 
     UnsupportedModel: layers are recurrent, or :func:`read_out` fails.
@@ -92,7 +81,7 @@ class ConfidenceCache(DynamicCache):
         row_steps: decode steps summed over the sequences, without steps after a sequence's end.
         row_layers: layers that unfinished sequences ran, summed over sequences and steps.
         exited: (batch,) bool: sequences that have exited in this step, or ended.
-        ended: (batch,) bool: sequences that have ended; None before the first decode step.
+        ended: (batch,) bool: sequences that have ended.
     """
 
     def __init__(self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int, stops: list[int]):
@@ -104,15 +93,13 @@ class ConfidenceCache(DynamicCache):
         self.step_depths: list[int] = []
         self.row_steps = 0
         self.row_layers = 0
-        self.ended: Tensor | None = None
-        self.exited = torch.zeros(0, dtype=torch.bool)
+        self.ended = self.exited = torch.tensor(False)
         self.only_storing = False  # the running layer is needed for its keys and values alone
 
     def begin_step(self, ids: Tensor) -> None:
         """Record the sequences whose last token ended them. ``ids`` (batch, 1) are the step's input."""
-        ended = torch.isin(ids[:, -1], torch.tensor(self.stops, device=ids.device))
-        self.ended = ended if self.ended is None else self.ended | ended
-        self.exited = self.ended.clone()
+        self.ended = torch.isin(ids[:, -1], torch.tensor(self.stops, device=ids.device)) | self.ended
+        self.exited = self.ended
         self.step_depths.append(0)
         self.row_steps += int((~self.ended).sum())
 
@@ -141,40 +128,37 @@ class _StoredError(Exception):
 def exits(model: PreTrainedModel) -> Iterator[None]:
     """Context in which passes with a :class:`ConfidenceCache` exit early; others run as before."""
     layers = decoder_layers(model)
-    forwards = [(module, vars(module).get("forward")) for module in (model, *layers)]
-    model.forward = _wrapped(model.forward, _run_model)
+    forwards = [vars(layer).get("forward") for layer in layers]
+    hook = model.register_forward_pre_hook(_begin_step, with_kwargs=True)
     for index, layer in enumerate(layers):
-        layer.forward = _wrapped(layer.forward, partial(_run_layer, index))
+        layer.forward = wraps(layer.forward)(partial(_run_layer, index, layer.forward))  # signatures are read
     try:
         yield
     finally:
-        for module, forward in forwards:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        hook.remove()
+        for layer, forward in zip(layers, forwards, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
-def _wrapped(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)  # generate reads the signature
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        caches = (value for value in (*args, *kwargs.values()) if isinstance(value, ConfidenceCache))
-        cache = next(caches, None)
-        return forward(*args, **kwargs) if cache is None else run(cache, forward, *args, **kwargs)
-
-    return patched
+def _cache_of(args: Any, kwargs: Any) -> ConfidenceCache | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, ConfidenceCache)), None)
 
 
-def _run_model(cache: ConfidenceCache, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if cache.get_seq_length() > 0:
+def _begin_step(model: nn.Module, args: Any, kwargs: Any) -> None:
+    cache = _cache_of(args, kwargs)
+    if cache is not None and cache.get_seq_length() > 0:
         cache.begin_step(kwargs["input_ids"])
-    return forward(*args, **kwargs)
 
 
-def _run_layer(index: int, cache: ConfidenceCache, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    cache = _cache_of(args, kwargs)
+    if cache is None or not cache.step_depths:  # the prompt runs all layers
+        return forward(*args, **kwargs)
     hidden = args[0] if args else kwargs["hidden_states"]
     running = int((~cache.exited).sum())
-    if cache.step_depths and not running:
+    if not running:
         cache.only_storing = True
         with suppress(_StoredError):
             forward(*args, **kwargs)
@@ -183,8 +167,6 @@ def _run_layer(index: int, cache: ConfidenceCache, forward: Callable[..., Any], 
     output = forward(*args, **kwargs)
     if not isinstance(output, Tensor):
         raise UnsupportedModel("a layer returns more than hidden states: CALM cannot exit there")
-    if not cache.step_depths:  # the prompt runs all layers
-        return output
     output = torch.where(cache.exited[:, None, None], hidden, output)
     cache.step_depths[-1] += 1
     cache.row_layers += running
@@ -210,11 +192,6 @@ def read_out(model: nn.Module) -> ReadOut:
         elif seen and not any(module.children()):
             tail.append(module)
 
-    def through(hidden: Tensor) -> Tensor:
-        for module in tail:
-            hidden = module(hidden)
-        return hidden
-
     hooks = [module.register_forward_hook(record) for module in model.modules()]
     training = model.training
     model.eval()
@@ -226,6 +203,7 @@ def read_out(model: nn.Module) -> ReadOut:
         for hook in hooks:
             hook.remove()
         model.train(training)
+    through = nn.Sequential(*tail)
     with torch.no_grad():
         recomputed = through(seen[0])
     if recomputed.shape != logits.shape or not torch.allclose(recomputed, logits, rtol=1e-4, atol=1e-4):

@@ -1,25 +1,17 @@
-"""Quality, layers, time and memory of the full model, of each speed, and of the paper's baselines.
-
-from skipdecode.evaluation.evaluate import EvaluateConfig, evaluate
-
-results = evaluate(EvaluateConfig("demo", task="e2e", data="e2e", speedups=(2, 5)))
-results.rows[1]["bleu"]
-"""
+"""Quality, layers, time and memory of the full model, of each speed, and of the paper's baselines."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from ..data.collator import batches_of
 from ..data.examples import merge_references, read_examples, subsample
@@ -33,12 +25,12 @@ from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
 from ..loading.load import Checkpoint
-from ..model.config import trained_method
+from ..model.config import bind, trained_method
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule, choose_schedule
 from . import report
 from .divergence import divergence, loss_under
-from .early_exit import METHODS, calm, exits, multi_exit
+from .early_exit import METHODS, calm, exits
 
 #: File in the output folder to which each finished row is appended; its first line holds the settings.
 ROWS = "rows.jsonl"
@@ -125,12 +117,10 @@ class Results:
 
     Attributes:
         rows: one per variant, the full model first, with the keys of ``table.json`` and the texts.
-        metrics: key in the rows, and label, of each score.
         about: notes below the tables on how they were measured.
     """
 
     rows: list[dict[str, Any]]
-    metrics: list[tuple[str, str]]
     about: dict[str, str]
 
 
@@ -155,21 +145,23 @@ def evaluate(
 
     Raises:
         UsageError: the output holds rows of other settings.
+        ScheduleError: a schedule does not fit its model, or its adapter was not trained for it.
         DataError: the data cannot be read, or is empty.
     """
-    task = get_task(config.task) if isinstance(config.task, str) else config.task
-    examples = merge_references(read_examples(config.data, task, references=False))[: config.limit]
     variants = list_variants(config) if variants is None else variants
-    evaluation = _Evaluation(config, task, examples, variants[0], say, on_progress)
-    saved = evaluation.saved(variants)
+    for each in variants:
+        if each.schedule is not None:  # refused here, and not after the full model was measured
+            bind(each.schedule, each.checkpoint.config, each.checkpoint.schedules if each.checkpoint.adapter else None)
+    evaluation = _Evaluation(config, variants[0], say, on_progress)
+    saved = evaluation.saved()
     rows: list[dict[str, Any]] = []
     for variant in variants:
-        rows.append(saved.get(variant.key) or evaluation.measure(variant, rows[0] if rows else None))
-    metrics = [(metric.name, metric.label) for metric in evaluation.metrics]
+        row = saved.get(variant.key, {"variant": None})
+        rows.append(row if row["variant"] == variant.identity else evaluation.measure(variant, rows))
     about = evaluation.about(command) | report.notes(rows)
-    report.save(rows, metrics, about, Path(config.output))
-    report.plot_tradeoff(rows, metrics, Path(config.output) / "tradeoff.png")
-    return Results(rows, metrics, about)
+    report.save(rows, about, Path(config.output))
+    report.plot_tradeoff(rows, Path(config.output) / "tradeoff.png")
+    return Results(rows, about)
 
 
 def list_variants(config: EvaluateConfig) -> list[Variant]:
@@ -179,55 +171,43 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
     trained, layers = checkpoint.schedules, checkpoint.num_layers
     by = "skipdecode" if checkpoint.adapter else trained_method(checkpoint.config)
     speedups = config.speedups or sorted(trained) or [speedup for speedup in (1, 2, 3, 4, 5) if speedup <= layers]
-    variants = [Variant("full-1x", full, "full", 1.0, None, METHODS["full"])]
+    if config.reference is None:
+        speedups = [speedup for speedup in speedups if speedup != 1]  # the first row
+    variants = [Variant("full-1x", full, "full", 1.0, None, "full model")]
     for method in config.methods or ["skipdecode" if by == "full" else by]:
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: give {', '.join(METHODS)}")
-        learned = by == "multi_exit" if method == "calm" else by == method
+        learned = by == ("multi_exit" if method == "calm" else method)
+        style = {"order": "bottom"} if method == "multi_exit" and not learned else {}
         for speedup in speedups:
-            if speedup == 1 and config.reference is None:
-                continue
-            if method == "calm":
-                schedule = None
-            elif method == "multi_exit":
-                schedule = multi_exit(trained if learned else {}, layers, speedup)
-            else:
-                schedule = choose_schedule(trained, layers, speedup)
+            schedule = None
+            if method != "calm":
+                schedule = choose_schedule(trained if learned else {}, layers, speedup, **style)
             known = learned and (speedup in trained or method == "calm")
             label = METHODS[method] + ("" if known else ", untrained")
             variants.append(Variant(f"{method}-{speedup:g}x", checkpoint, method, float(speedup), schedule, label))
     for path in map(Path, config.schedules):
         schedule = Schedule.load(path)
-        variants.append(Variant(f"schedule-{path.stem}", checkpoint, path.name, schedule.target, schedule, path.name))
-    if len({variant.key for variant in variants}) < len(variants):
-        raise UsageError("a method, a speed-up or a schedule's file name stands twice: leave one out")
+        variants.append(Variant(str(path), checkpoint, path.name, schedule.target, schedule, str(path)))
     return variants
 
 
 class _Evaluation:
-    def __init__(
-        self,
-        config: EvaluateConfig,
-        task: Task,
-        examples: Sequence[Example],
-        full: Variant,
-        say: Say,
-        on_progress: OnProgress,
-    ) -> None:
+    def __init__(self, config: EvaluateConfig, full: Variant, say: Say, on_progress: OnProgress) -> None:
         self.config = config
-        self.task = task
-        self.examples = examples
         self.full = full
-        self.say = say
         self.on_progress = on_progress
-        self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
-        self.scored = all(example.references for example in examples)
-        if not self.scored and any(example.references for example in examples):
+        self.task = get_task(config.task) if isinstance(config.task, str) else config.task
+        self.examples = merge_references(read_examples(config.data, self.task, references=False))[: config.limit]
+        self.scored = all(example.references for example in self.examples)
+        if not self.scored and any(example.references for example in self.examples):
             say("some rows have no reference: texts are compared with the full model's instead")
         self.metrics: list[Metric] = list(DEFAULT) if self.scored else [Agreement(), Repetition()]
-        self._dtype, self._device = placement(full.checkpoint.config, config.dtype, config.device)
-        self._loaded: dict[str, PreTrainedModel] = {}
-        self._path = Path(config.output) / ROWS
+        self.dtype, self.device = placement(full.checkpoint.config, config.dtype, config.device)
+        options: Any = {"dtype": self.dtype, "device": self.device, "quantization": config.quantization}
+        self.load = lru_cache(maxsize=2)(partial(Checkpoint.load, **options))  # the full model and a variant's
+        self.max_new_tokens = config.max_new_tokens or self.task.max_new_tokens
+        self.path = Path(config.output) / ROWS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -239,40 +219,44 @@ class _Evaluation:
             "full model": self.full.checkpoint.fingerprint,
             "examples": hashlib.sha256(texts.encode()).hexdigest()[:16],
             "max_new_tokens": self.max_new_tokens,
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "machine": machine(self._device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "machine": machine(self.device),
         } | {name: getattr(self.config, name) for name in names}
 
-    def saved(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
+    def saved(self) -> dict[str, dict[str, Any]]:
         """Rows that an earlier call saved, by key. UsageError: they have other settings."""
         lines = [self.settings]
-        if self._path.exists() and not self.config.overwrite:
-            whole, _, _ = self._path.read_text("utf-8").rpartition("\n")  # a killed process leaves half a line
+        if self.path.exists() and not self.config.overwrite:
+            whole, _, _ = self.path.read_text("utf-8").rpartition("\n")  # a killed process leaves half a line
             lines = [json.loads(line) for line in whole.splitlines()] or lines
-        rows = {row["variant"]["key"]: row for row in lines[1:]}
         other = [name for name, value in self.settings.items() if lines[0].get(name) != value]
-        other += [each.key for each in variants if each.key in rows and rows[each.key]["variant"] != each.identity]
         if other:
-            raise UsageError(f"{self._path} holds rows of another {other[0]}: give another --output, or --overwrite")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write(self._path, "".join(f"{json.dumps(line)}\n" for line in lines))
-        return rows
+            raise UsageError(f"{self.path} holds rows of another {other[0]}: give another --output, or --overwrite")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write(self.path, "".join(f"{json.dumps(line)}\n" for line in lines))
+        return {row["variant"]["key"]: row for row in lines[1:]}
 
-    def measure(self, variant: Variant, full_row: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Row of a variant, which is appended to the saved ones. ``full_row`` is the full model's, once there is one.
+    def measure(self, variant: Variant, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Row of a variant, which is appended to the saved ones. ``rows`` are those before it, the full model's first.
 
         Each ratio is the full model's figure divided by the variant's.
         """
-        model = self._model(variant.checkpoint)
+        decoding: Decoding = variant.schedule
+        notes = {"schedule": variant.schedule.to_dict()} if variant.schedule else {}
+        self.load(self.full.checkpoint)  # first, so that another variant's model gives way
+        model = self.load(variant.checkpoint)
         with exits(model) if variant.method == "calm" else nullcontext():
-            decoding, notes = self._decoding(variant, model, full_row)
-            batches = -(-len(self.examples) // self.config.batch_size)
-            output = self._generate(variant, self.examples, decoding, self._counter(variant.key, batches))
-            steps = typical_steps(output.lengths) if full_row is None else full_row["timed_steps"]
+            if variant.method == "calm":
+                some = subsample(self.examples, 2 * self.config.batch_size)
+                generate = partial(self._generate, variant, some)
+                decoding, notes = calm(model, variant.speedup, rows[0]["longest_steps"], generate)
+            progress = self._counter(variant.key, -(-len(self.examples) // self.config.batch_size))
+            output = self._generate(variant, self.examples, decoding, on_batch=progress)
+            steps = rows[0]["timed_steps"] if rows else typical_steps(output.lengths)
             timing = self._timing(variant, decoding, steps)
         stats = output.stats
         texts = [completion.text for completion in output.completions]
-        full_texts = texts if full_row is None else full_row["texts"]
+        full_texts = rows[0]["texts"] if rows else texts
         layers = self.full.checkpoint.num_layers
         row = {
             "variant": variant.identity,
@@ -291,46 +275,23 @@ class _Evaluation:
             "peak_kv_bytes": stats.peak_kv_bytes,
             **self._scores(texts, full_texts),
             **notes,
-            **({} if self.scored else self._distances(variant, model, output, full_texts)),
+            **({} if self.scored else self._distances(variant, output, full_texts)),
             **timing,
             "texts": texts,
         }
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         return row
 
-    def _decoding(self, variant: Variant, model: PreTrainedModel, full_row: Any) -> tuple[Decoding, dict[str, Any]]:
-        """How the variant decodes, and notes on it for its row."""
-        if variant.schedule is not None:
-            return variant.schedule, {"schedule": variant.schedule.to_dict()}
-        if variant.method != "calm":
-            return None, {}
-        some = subsample(self.examples, 2 * self.config.batch_size)
-        return calm(model, variant.speedup, full_row["longest_steps"], partial(self._generate, variant, some))
-
-    def _model(self, checkpoint: Checkpoint) -> PreTrainedModel:
-        """Model of a checkpoint. Only the full model and the last one stay in memory."""
-        if checkpoint.fingerprint not in self._loaded:
-            full = self.full.checkpoint.fingerprint
-            self._loaded = {name: model for name, model in self._loaded.items() if name == full}
-            quantization = self.config.quantization
-            self._loaded[checkpoint.fingerprint] = checkpoint.load(self._dtype, self._device, quantization=quantization)
-        return self._loaded[checkpoint.fingerprint]
-
     def _generate(
-        self,
-        variant: Variant,
-        examples: Sequence[Example],
-        decoding: Decoding,
-        on_batch: Callable[[Any], object] = lambda stats: None,
-        **options: Any,
+        self, variant: Variant, examples: Sequence[Example], decoding: Decoding, **options: Any
     ) -> GenerationOutput:
-        """Greedy texts for the examples' prompts; ``decoding`` as :func:`generate_ids` takes it."""
+        """Greedy texts for the examples' prompts; ``decoding`` and ``options`` as :func:`generate_ids` takes them."""
         tokenizer = variant.checkpoint.tokenizer
         ids = encode_prompts(tokenizer, [example.prompt for example in examples])
         options = {"max_new_tokens": self.max_new_tokens, "do_sample": False} | options
-        model = self._model(variant.checkpoint)
-        return generate_ids(model, tokenizer, ids, decoding, self.config.batch_size, on_batch=on_batch, **options)
+        model = self.load(variant.checkpoint)
+        return generate_ids(model, tokenizer, ids, decoding, self.config.batch_size, **options)
 
     def _scores(self, texts: Sequence[str], full_texts: Sequence[str]) -> dict[str, Any]:
         """Each score, its difference from the full model's, and the difference's 95% interval."""
@@ -347,15 +308,14 @@ class _Evaluation:
             }
         return scores
 
-    def _distances(
-        self, variant: Variant, model: PreTrainedModel, output: GenerationOutput, full_texts: Sequence[str]
-    ) -> dict[str, Any]:
+    def _distances(self, variant: Variant, output: GenerationOutput, full_texts: Sequence[str]) -> dict[str, Any]:
         """Loss of the variant's texts under the full model; KL and top-1 agreement on the full model's texts."""
-        full = self._model(self.full.checkpoint)
+        model, full = self.load(variant.checkpoint), self.load(self.full.checkpoint)
         tokenizer = self.full.checkpoint.tokenizer
         size = self.config.batch_size
         prompts = [example.prompt for example in self.examples]
-        found: dict[str, Any] = {"text_loss": round(loss_under(full, tokenizer, prompts, output.completions, size), 4)}
+        loss = loss_under(full, tokenizer, prompts, output.completions, size)
+        found: dict[str, Any] = {"text_loss": round(loss, 4)}
         schedule = variant.schedule or Schedule.full(variant.checkpoint.num_layers)
         # One pass does what decoding does if depths do not depend on tokens, and the prompt runs all layers.
         if variant.method != "calm" and schedule.prompt_layers is None and not schedule.prompt_decay:
@@ -406,7 +366,7 @@ class _Evaluation:
         notes = {
             "command": command,
             "rows": f"{len(self.examples)} test inputs of {self.task.name}, greedy, batch {config.batch_size}",
-            "machine": machine(self._device),
+            "machine": machine(self.device),
             "weights": self.settings["dtype"],
             "quantization": config.quantization,
             "rounds": f"{config.timing_rounds}, the full model and the row's in turn",

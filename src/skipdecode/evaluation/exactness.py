@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import ModelError, SkipDecodeError, UsageError
+from ..errors import ModelError, UsageError
 from ..loading.load import Checkpoint
 from ..model.adapter import Adapter
 from ..model.attach import attach, detach, teacher_forced
@@ -28,7 +29,12 @@ from ..schedule import Schedule, choose_schedule
 #: cached and uncached logits. A stock error above ROUNDING is no rounding: the model attends to later positions.
 TOLERANCE, TIMES_STOCK, ROUNDING = 1e-5, 10, 1e-3
 #: Decode steps over which the depth falls, so that a short text runs all depths; and new tokens of the texts.
-HORIZON, NEW_TOKENS = 8, 12
+HORIZON, NEW_TOKENS = 8, 10
+#: Tokens of the prompts.
+LENGTHS = (12, 5, 9)
+#: Options of ``model.generate``, whatever the model's generation_config says.
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "use_cache": True}
+GREEDY |= {"eos_token_id": None, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
 
 
 @dataclass(frozen=True)
@@ -40,185 +46,194 @@ class Finding:
     detail: str
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Left-padded prompts of different lengths: ``ids`` and ``mask`` (batch, positions), and the model's adapter."""
-
-    ids: Tensor
-    mask: Tensor
-    adapter: Adapter | None = None
-
-    @property
-    def width(self) -> int:
-        """Positions of the padded prompts."""
-        return self.ids.shape[1]
-
-    def generate(
-        self, model: PreTrainedModel, cache: Any, sequence: int | None = None, new_tokens: int = NEW_TOKENS
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, positions) and logits (batch, new tokens, vocabulary) of greedy generation.
-
-        Of all sequences, or of one without its padding. ModelError: logits are NaN.
-        """
-        ids, mask = self.ids, self.mask
-        if sequence is not None:
-            ids = ids[sequence : sequence + 1, mask[sequence] == 1]
-            mask = torch.ones_like(ids)
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            **{CACHE: cache},
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=None,
-            pad_token_id=0,
-            repetition_penalty=1.0,
-            use_cache=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        return output.sequences, _numbers(torch.stack(output.logits, 1))
-
-    def tokens(self, model: PreTrainedModel, cache: Callable[[], Any], alone: bool = False) -> list[list[int]]:
-        """New tokens of each sequence, from one batch or each ``alone``; ``cache`` makes the caches."""
-        sequences = range(len(self.ids)) if alone else [None]
-        texts = [self.generate(model, cache(), sequence)[0][:, -NEW_TOKENS:] for sequence in sequences]
-        return torch.cat(texts).tolist()
-
-    def uncached(self, model: PreTrainedModel, text: Tensor) -> Tensor:
-        """Logits (batch, new tokens, vocabulary) that predict the new tokens of ``text``, from one pass."""
-        mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - self.width)], 1)
-        options: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
-        if "position_ids" in inspect.signature(model.forward).parameters:
-            options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        return _numbers(model(text, **options).logits[:, self.width - 1 :])
-
-
-def check_model(
-    checkpoint: Checkpoint, speedup: float | None = None, dtype: str = "float32", device: str | None = None
-) -> Iterator[Finding]:
+def check_model(checkpoint: Checkpoint, speedup: float | None = None, dtype: str = "float32") -> Iterator[Finding]:
     """Load a model and yield the findings of :func:`run_checks`.
 
-    Args:
-        checkpoint: the model, perhaps with an adapter.
-        speedup: which schedule to check; None: the slowest trained one, else a falling one for 2x.
-        dtype, device: as :func:`skipdecode.load` takes them.
-
-    Raises:
-        UsageError: the schedule skips nothing.
-        UnsupportedModel: no layer of the model can be skipped exactly.
+    ``speedup`` names the schedule; None: the slowest trained one, else a falling one for 2x. ``dtype`` is
+    :func:`skipdecode.load`'s. UsageError: the schedule skips nothing. UnsupportedModel: no layer can be skipped.
     """
-    schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, HORIZON, decay="linear")
     if checkpoint.schedules:
         schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
+    else:
+        schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, decay="linear")
     if schedule.depths is None:
         schedule = schedule.replace(horizon=min(schedule.horizon, HORIZON))
     if schedule.is_full:
         raise UsageError("the schedule skips nothing: give a --speedup of 2 or more")
-    model = checkpoint.load(dtype, device)
+    model = checkpoint.load(dtype)
     yield from run_checks(model.to("cpu") if model.device.type == "mps" else model, schedule)  # mps has no float64
 
 
+@torch.no_grad()
 def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
     """Yield a finding for each claim of :data:`CHECKS` about a model with gates attached.
 
-    Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
-    error that SkipDecode or the model raises is a claim that does not hold.
+    Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. Any
+    error, of SkipDecode or of the model's own code, is a claim that does not hold.
     """
-    batch = replace(sample_batch(model), adapter=gates_of(model).adapter)
+    subject, exact = _Subject(model, schedule), None
     for claim, check in CHECKS.items():
         try:
-            held, detail = check(model, schedule, batch)
+            held, detail = check(subject)
             if not held and model.dtype != torch.float64:
-                with in_float64(model, batch.adapter):
-                    held, exact = check(model, schedule, batch)
-                detail += f"; in float64: {exact}"
-        except SkipDecodeError as error:
-            held, detail = False, str(error)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # from the model's code
+                exact = exact or subject.in_float64()
+                held, in_float64 = check(exact)
+                detail += f"; in float64: {in_float64}"
+        except Exception as error:
             held, detail = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Finding(claim, held, detail)
 
 
-def sample_batch(model: PreTrainedModel) -> Batch:
-    """Prompts of random token ids, always the same, of different lengths."""
-    lengths = (12, 5, 9)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
-    ids = torch.randint(0, vocabulary, (len(lengths), max(lengths)), generator=generator)
-    mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
-    return Batch((ids * mask).to(model.device), mask.to(model.device))
+class _Subject:
+    """A model, a schedule, and left-padded prompts of random tokens: ``ids`` and ``mask`` (batch, positions)."""
+
+    def __init__(self, model: PreTrainedModel, schedule: Schedule) -> None:
+        self.model = model
+        self.schedule = schedule
+        self.width = max(LENGTHS)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
+        ids = torch.randint(0, vocabulary, (len(LENGTHS), self.width), generator=generator)
+        mask = torch.stack([(torch.arange(self.width) >= self.width - length).long() for length in LENGTHS])
+        self.ids = (ids * mask).to(model.device)
+        self.mask = mask.to(model.device)
+
+    def in_float64(self) -> _Subject:
+        """The same with a copy of the model, and of its adapter, in float64."""
+        with self.stock() as adapter:
+            model, adapter = deepcopy((self.model, adapter))
+        if adapter is not None:
+            adapter.double()
+        return _Subject(attach(model.double(), adapter=adapter), self.schedule)
+
+    def skip_cache(self) -> SkipCache:
+        return SkipCache(self.model, self.schedule)
+
+    def stock_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
+    def generate(
+        self, cache: DynamicCache, sequence: int | None = None, new_tokens: int = NEW_TOKENS
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, positions) and logits (batch, new tokens, vocabulary), of one ``sequence`` without padding."""
+        ids, mask = self.ids, self.mask
+        if sequence is not None:
+            ids = ids[sequence : sequence + 1, mask[sequence] == 1]
+            mask = torch.ones_like(ids)
+        options = GREEDY | {CACHE: cache, "max_new_tokens": new_tokens}
+        output: Any = self.model.generate(ids, attention_mask=mask, **options)
+        return output.sequences, _without_nan(torch.stack(output.logits, 1))
+
+    def equal_texts(self, first: Tensor, make_cache: Callable[[], DynamicCache], alone: bool) -> tuple[bool, str]:
+        """Whether another run, of the same batch or of each sequence ``alone``, generates the texts of the first."""
+        runs = range(len(self.ids)) if alone else [None]
+        texts = [self.generate(make_cache(), run)[0][:, -NEW_TOKENS:] for run in runs]
+        equal = int((first[:, -NEW_TOKENS:] == torch.cat(texts)).all(1).sum())
+        return equal == len(first), f"{equal} of {len(first)} sequences equal"
+
+    def uncached(self, text: Tensor) -> Tensor:
+        """Logits (batch, new tokens, vocabulary) that predict the new tokens of ``text``, from one pass."""
+        mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - self.width)], 1)
+        options: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+        if "position_ids" in inspect.signature(self.model.forward).parameters:
+            options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        return _without_nan(self.model(text, **options).logits[:, self.width - 1 :])
+
+    @contextmanager
+    def stock(self) -> Iterator[Adapter | None]:
+        """Context without gates, with the adapter; a default schedule that the user attached is lost."""
+        adapter = gates_of(self.model).adapter
+        detach(self.model)
+        try:
+            yield adapter
+        finally:
+            attach(self.model, adapter=adapter)
+
+    @cached_property
+    def skipped(self) -> tuple[Tensor, Tensor]:
+        """Tokens and logits of the model that skips."""
+        return self.generate(self.skip_cache())
+
+    @cached_property
+    def unskipped(self) -> tuple[Tensor, Tensor]:
+        """Tokens and logits of the stock model."""
+        with self.stock():
+            return self.generate(self.stock_cache())
+
+    @cached_property
+    def reference(self) -> tuple[Tensor, float]:
+        """Logits of :func:`discarding_skipped` for the skipping model's text, and the stock model's own error."""
+        text = self.skipped[0][:, :-1]
+        tokens, logits = self.unskipped
+        with self.stock() as adapter:
+            rounding = _distance(logits, self.uncached(tokens[:, :-1]))
+            with discarding_skipped(self.model, self.schedule, self.width, text, adapter):
+                return self.uncached(text), rounding
+
+    def equals_reference(self, logits: Tensor) -> tuple[bool, str]:
+        """Whether logits of the skipping model's text are the reference's."""
+        reference, rounding = self.reference
+        if rounding > ROUNDING:
+            return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}, beyond rounding"
+        error = _distance(logits, reference)
+        held = error <= max(TOLERANCE, TIMES_STOCK * rounding)
+        return held, f"off by {error:.1e} of the largest logit (the stock model itself: {rounding:.1e})"
 
 
-@torch.no_grad()
-def _is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    with _stock(model, batch.adapter):
-        _, stock = batch.generate(model, DynamicCache(config=model.config))
-    full = SkipCache(model, Schedule.full(schedule.num_layers))
-    runs = [batch.generate(model, cache)[1] for cache in (DynamicCache(config=model.config), full)]
-    same = all(torch.equal(stock, logits) for logits in runs)
+def _is_inert(subject: _Subject) -> tuple[bool, str]:
+    full = SkipCache(subject.model, Schedule.full(subject.schedule.num_layers))
+    runs = [subject.generate(cache)[1] for cache in (subject.stock_cache(), full)]
+    same = all(torch.equal(subject.unskipped[1], logits) for logits in runs)
     return same, f"{NEW_TOKENS} steps bit-identical" if same else "logits differ"
 
 
-@torch.no_grad()
-def _matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    tokens, logits = batch.generate(model, SkipCache(model, schedule))
-    return _compare_with_reference(model, schedule, batch, tokens[:, :-1], logits)
+def _matches_uncached(subject: _Subject) -> tuple[bool, str]:
+    return subject.equals_reference(subject.skipped[1])
 
 
-@torch.no_grad()
-def _training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    text = batch.generate(model, SkipCache(model, schedule))[0][:, :-1]
-    with teacher_forced(model, schedule, batch.width):
-        logits = batch.uncached(model, text)
-    return _compare_with_reference(model, schedule, batch, text, logits)
+def _training_matches(subject: _Subject) -> tuple[bool, str]:
+    text = subject.skipped[0][:, :-1]
+    with teacher_forced(subject.model, subject.schedule, subject.width):
+        logits = subject.uncached(text)
+    return subject.equals_reference(logits)
 
 
-@torch.no_grad()
-def _matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    together, alone = (batch.tokens(model, partial(SkipCache, model, schedule), one) for one in (False, True))
-    equal = sum(a == b for a, b in zip(together, alone, strict=True))
-    detail = f"{equal} of {len(alone)} sequences equal"
-    if equal < len(alone):
-        stock = partial(DynamicCache, config=model.config)
-        if batch.tokens(model, stock) != batch.tokens(model, stock, alone=True):
-            detail += "; the stock model's own texts depend on their left padding: use batch size 1"
-    return equal == len(alone), detail
+def _matches_alone(subject: _Subject) -> tuple[bool, str]:
+    held, detail = subject.equal_texts(subject.skipped[0], subject.skip_cache, alone=True)
+    if not held and not subject.equal_texts(subject.unskipped[0], subject.stock_cache, alone=True)[0]:
+        detail += "; the stock model's own texts depend on their left padding: use batch size 1"
+    return held, detail
 
 
-@torch.no_grad()
-def _runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    cache = partial(SkipCache, model, schedule)
-    first = batch.tokens(model, cache)
-    batch.generate(model, cache(), sequence=1)
-    equal = sum(a == b for a, b in zip(first, batch.tokens(model, cache), strict=True))
-    return equal == len(first), f"{equal} of {len(first)} sequences equal"
+def _runs_repeat(subject: _Subject) -> tuple[bool, str]:
+    subject.generate(subject.skip_cache(), sequence=1)  # of which nothing may stay behind
+    return subject.equal_texts(subject.skipped[0], subject.skip_cache, alone=False)
 
 
-@torch.no_grad()
-def _work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+def _work_falls(subject: _Subject) -> tuple[bool, str]:
+    model, schedule = subject.model, subject.schedule
     names = {id(module): f"{type(model).__name__}.{name}" for name, module in model.named_modules()}
     layers = [names[id(layer)] for layer in decoder_layers(model)]
     least = schedule.flat(schedule.min_depth)
     running = sorted(bind(least, model.config).layers(schedule.min_depth))
 
-    def flops(depth: int, new_tokens: int = NEW_TOKENS) -> Any:
-        """FLOPs of generation by module."""
+    def flops(depth: int, steps: int) -> Any:
+        """FLOPs of the prompt and of decode steps by module."""
         with FlopCounterMode(display=False) as counter:
-            batch.generate(model, SkipCache(model, least.flat(depth)), new_tokens=new_tokens)
+            subject.generate(SkipCache(model, least.flat(depth)), new_tokens=1 + steps)
         counts = counter.get_flop_counts()
         return {name: sum(counts[name].values()) for name in ("Global", *layers)}
 
-    prompt, full, short = flops(len(layers), 1), flops(len(layers)), flops(schedule.min_depth)
+    prompt, full, short = flops(len(layers), 0), flops(len(layers), 2), flops(schedule.min_depth, 2)
     skipped = sum(full[name] - prompt[name] for index, name in enumerate(layers) if index not in running)
-    bypasses = batch.adapter.flops(running) * len(batch.ids) * (NEW_TOKENS - 1) if batch.adapter else 0
+    adapter = gates_of(model).adapter
+    bypasses = adapter.flops(running) * len(LENGTHS) * 2 if adapter else 0
     held = full["Global"] - short["Global"] == skipped - bypasses and skipped > bypasses
     return held, f"{full['Global']:,} to {short['Global']:,} at {len(running)} of {len(layers)} layers"
 
 
 #: Each returns whether its claim holds, and what was measured, as text.
-CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]] = {
+CHECKS: dict[str, Callable[[_Subject], tuple[bool, str]]] = {
     "inert at full depth": _is_inert,
     "cached decoding = these layers without a cache": _matches_uncached,
     "a training pass = these layers without gates": _training_matches,
@@ -246,26 +261,25 @@ def discarding_skipped(
     """
     counts = bind(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
 
-    def axis_and_dropped(hidden: Tensor) -> tuple[int, int]:
-        """Axis of positions, 1 but for streams before the batch; and leading positions that the model dropped."""
+    def hidden_and_axis(args: Any, kwargs: Any) -> tuple[Tensor, int, int]:
+        """A layer's input; its axis of positions, 1 but for streams before the batch; leading positions dropped."""
+        hidden = args[0] if args else kwargs["hidden_states"]
         axis = 2 if hidden.ndim == 4 and hidden.shape[1:3] == text.shape else 1
-        return axis, text.shape[1] - hidden.shape[axis]
+        return hidden, axis, text.shape[1] - hidden.shape[axis]
+
+    def apply_adapter(index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden, axis, dropped = hidden_and_axis(args, kwargs)
+        if adapter is not None:
+            hidden = adapter.apply_before(index, hidden, axis, [max(count - dropped, 0) for count in counts])
+        return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def discard(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden, axis, dropped = hidden_and_axis(args, kwargs)
         computed = output[0] if isinstance(output, tuple) else output
-        axis, dropped = axis_and_dropped(hidden)
         kept = max(counts[index] - dropped, 0)
         rest = hidden.narrow(axis, kept, hidden.shape[axis] - kept)
         mixed = torch.cat([computed.narrow(axis, 0, kept), rest], dim=axis)
         return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
-
-    def apply_adapter(index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        axis, dropped = axis_and_dropped(hidden)
-        if adapter is not None:
-            hidden = adapter.apply_before(index, hidden, axis, [max(count - dropped, 0) for count in counts])
-        return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     hooks: list[Any] = []
     for index, layer in enumerate(decoder_layers(model)):
@@ -278,50 +292,11 @@ def discarding_skipped(
             hook.remove()
 
 
-@contextmanager
-def in_float64(model: PreTrainedModel, adapter: Adapter | None = None) -> Iterator[None]:
-    """Context in which weights are float64; after it they have their dtypes and exact values again."""
-    tensors = [*model.parameters(), *model.buffers(), *(adapter.parameters() if adapter else ())]
-    dtypes = [tensor.dtype for tensor in tensors]
-    try:
-        model.double()
-        if adapter is not None:
-            adapter.double()
-        yield
-    finally:
-        for tensor, dtype in zip(tensors, dtypes, strict=True):
-            tensor.data = tensor.data.to(dtype)
-
-
-@contextmanager
-def _stock(model: PreTrainedModel, adapter: Adapter | None) -> Iterator[None]:
-    """Context without gates; a default schedule that the user attached is lost."""
-    detach(model)
-    try:
-        yield
-    finally:
-        attach(model, adapter=adapter)
-
-
-def _compare_with_reference(
-    model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
-) -> tuple[bool, str]:
-    with _stock(model, batch.adapter):
-        tokens, stock = batch.generate(model, DynamicCache(config=model.config))
-        rounding = _distance(stock, batch.uncached(model, tokens[:, :-1]))
-        with discarding_skipped(model, schedule, batch.width, text, batch.adapter):
-            error = _distance(logits, batch.uncached(model, text))
-    if rounding > ROUNDING:
-        return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}, beyond rounding"
-    held = error <= max(TOLERANCE, TIMES_STOCK * rounding)
-    return held, f"off by {error:.1e} of the largest logit (the stock model itself: {rounding:.1e})"
-
-
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / a.double().abs().max())
 
 
-def _numbers(logits: Tensor) -> Tensor:
+def _without_nan(logits: Tensor) -> Tensor:
     if logits.isnan().any():
         raise ModelError("logits are NaN")
     return logits

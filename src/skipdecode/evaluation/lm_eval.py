@@ -8,7 +8,6 @@ An adapter is a model argument too: ``pretrained=smollm2,adapter=fast,speedup=1.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..data.collator import Collator
-from ..errors import SkipDecodeError, UsageError
+from ..errors import UsageError
 from ..loading.load import Checkpoint
 from ..model.attach import attach, teacher_forced
 from ..model.cache import SkipCache
@@ -132,14 +131,10 @@ class SkipLM(HFLM):
 
 
 def main() -> None:
-    """Run the harness's command line; a SkipDecodeError ends it with one line and exit code 2."""
+    """Run the harness's command line."""
     from lm_eval.__main__ import cli_evaluate
 
-    try:
-        cli_evaluate()
-    except SkipDecodeError as error:
-        print(f"skipdecode: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    cli_evaluate()
 
 
 if __name__ == "__main__":

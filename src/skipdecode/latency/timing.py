@@ -15,9 +15,6 @@ from ..generation.stats import GenerationOutput, GenerationStats
 
 Name = TypeVar("Name", str, float)
 
-#: Timings of fewer examples or batches than this are rough.
-FEW_EXAMPLES, FEW_BATCHES = 32, 5
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -94,18 +91,3 @@ def compare(full: Timing, other: Timing) -> Speedups:
         decoding=full.step_ms / other.step_ms,
         layers=full.stats.num_layers / other.stats.average_depth,
     )
-
-
-def shown(ratio: float, layers: float) -> str:
-    """Speed-up as text, with an asterisk if it exceeds ``layers``, the most that skipped layers explain."""
-    return f"{ratio:.2f}x" + ("*" if round(ratio, 2) > round(layers, 2) else "")
-
-
-def remarks(figures: Sequence[str], examples: int, batches: int) -> dict[str, str]:
-    """Notes on figures of :func:`shown`: what the asterisk means, and whether the timings are rough."""
-    notes = {}
-    if any(figure.endswith("*") for figure in figures):
-        notes["*"] = "more than the skipped layers explain: noise, or fewer layers fit better into the caches"
-    if examples < FEW_EXAMPLES or batches < FEW_BATCHES:
-        notes["rough"] = f"timed on {examples} examples and {batches} batches only"
-    return notes
