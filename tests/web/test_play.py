@@ -63,7 +63,7 @@ def test_a_greedy_stream_is_what_generate_generates(demo: tuple[Any, Any]) -> No
 
 
 def test_options_act_as_in_generate(demo: tuple[Any, Any]) -> None:
-    options = {"repetition_penalty": 1.5}
+    options: dict[str, Any] = {"repetition_penalty": 1.5}
     (expected,) = generate(*demo, [PROMPT], schedule=SCHEDULES[3.0], max_new_tokens=8, **options).completions
     assert demo[1].decode(stream(demo, SCHEDULES[3.0], **options).tokens) == expected.text
     likeliest = stream(demo, SCHEDULES[3.0], do_sample=True, top_k=1)
