@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.errors import FileError
-from skipdecode.files import read_json, write
+from skipdecode.errors import FileError, UsageError
+from skipdecode.files import Records, read_json, write
 
 
 def test_a_file_is_replaced_and_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -65,3 +65,28 @@ def test_json_is_read_or_named(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(FileError, match=r"none\.json cannot be read"):
         read_json(tmp_path / "none.json")
+
+
+def test_records_survive_a_kill_anywhere(tmp_path: Path) -> None:
+    """Whole lines are kept, in order; another appended value follows them."""
+    path = tmp_path / "records"
+    for value in (values := ["é", {"a": [1, None]}, 3.5]):
+        Records(path, {"seed": 1}).append(value)
+    data = path.read_bytes()
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        kept = max(data[:cut].count(b"\n") - 1, 0)
+        records = Records(path, {"seed": 1})
+        assert records.values == values[:kept]
+        records.append("more")
+        assert Records(path, {"seed": 1}).values == [*values[:kept], "more"]
+
+
+def test_records_of_other_settings_are_kept_unless_told(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    Records(path, {"seed": 1, "model": "a"}).append(1)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="another model: .*--overwrite"):
+        Records(path, {"seed": 1, "model": "b"})
+    assert path.read_bytes() == before
+    assert Records(path, {"seed": 1, "model": "b"}, overwrite=True).values == []

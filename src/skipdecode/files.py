@@ -1,13 +1,14 @@
-"""Files that are written whole or not at all, and JSON."""
+"""Files that are written whole or not at all, JSON, and records that survive a kill."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import FileError
+from .errors import FileError, UsageError
 
 
 def write(path: str | Path, content: str | bytes) -> None:
@@ -36,3 +37,30 @@ def read_json(path: str | Path) -> Any:
         raise FileError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise FileError(f"{path} is not JSON: {error}") from error
+
+
+class Records:
+    """JSONL file that grows by a value a line, behind a line of settings. A line that a kill cut short is dropped.
+
+    Attributes:
+        values: those that earlier processes appended.
+
+    Raises:
+        UsageError: the file has other settings, and ``overwrite`` is not given, which drops its values.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
+        self.path = path
+        data = path.read_bytes() if path.exists() else b""
+        lines = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        expected = json.loads(json.dumps(settings))
+        other = sorted(name for name, value in expected.items() if lines and lines[0].get(name) != value)
+        if other and not overwrite:
+            raise UsageError(f"{path} was begun with another {other[0]}: give another --output, or --overwrite")
+        self.values = [] if other else lines[1:]
+        write(path, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in [expected, *self.values]))
+
+    def append(self, value: Any) -> None:
+        """Append a value, in one write."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -19,7 +19,7 @@ from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
 from ..data.tasks import Example, Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
-from ..files import write
+from ..files import Records
 from ..generation.generate import Decoding, generate_ids, max_positions
 from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
@@ -153,7 +153,7 @@ def evaluate(
         if each.schedule is not None:  # refused here, and not after the full model was measured
             bind(each.schedule, each.checkpoint.config, each.checkpoint.schedules if each.checkpoint.adapter else None)
     evaluation = _Evaluation(config, variants[0], say, on_progress)
-    saved = evaluation.saved()
+    saved = {row["variant"]["key"]: row for row in evaluation.records.values}
     rows: list[dict[str, Any]] = []
     for variant in variants:
         row = saved.get(variant.key, {"variant": None})
@@ -207,7 +207,8 @@ class _Evaluation:
         options: Any = {"dtype": self.dtype, "device": self.device, "quantization": config.quantization}
         self.load = lru_cache(maxsize=2)(partial(Checkpoint.load, **options))  # the full model and a variant's
         self.max_new_tokens = config.max_new_tokens or self.task.max_new_tokens
-        self.path = Path(config.output) / ROWS
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+        self.records = Records(Path(config.output) / ROWS, self.settings, config.overwrite)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -222,19 +223,6 @@ class _Evaluation:
             "dtype": str(self.dtype).removeprefix("torch."),
             "machine": machine(self.device),
         } | {name: getattr(self.config, name) for name in names}
-
-    def saved(self) -> dict[str, dict[str, Any]]:
-        """Rows that an earlier call saved, by key. UsageError: they have other settings."""
-        lines = [self.settings]
-        if self.path.exists() and not self.config.overwrite:
-            whole, _, _ = self.path.read_text("utf-8").rpartition("\n")  # a killed process leaves half a line
-            lines = [json.loads(line) for line in whole.splitlines()] or lines
-        other = [name for name, value in self.settings.items() if lines[0].get(name) != value]
-        if other:
-            raise UsageError(f"{self.path} holds rows of another {other[0]}: give another --output, or --overwrite")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write(self.path, "".join(f"{json.dumps(line)}\n" for line in lines))
-        return {row["variant"]["key"]: row for row in lines[1:]}
 
     def measure(self, variant: Variant, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Row of a variant, which is appended to the saved ones. ``rows`` are those before it, the full model's first.
@@ -279,8 +267,7 @@ class _Evaluation:
             **timing,
             "texts": texts,
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self.records.append(row)
         return row
 
     def _generate(

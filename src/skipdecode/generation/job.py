@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +17,7 @@ from ..data.examples import read_rows
 from ..data.tasks import Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import DataError, UsageError
-from ..files import write
+from ..files import Records, write
 from ..loading.device import placement
 from ..loading.load import Checkpoint
 from ..model.config import untrained_warning
@@ -237,43 +236,30 @@ def start_engine(
 
 
 class Progress:
-    """Finished batches of a job, one line each in ``OUTPUT.partial`` behind a line of the job's settings.
-
-    A line that a kill cut short is dropped. Without an output, nothing is kept.
-    """
+    """Finished batches of a job, kept in ``OUTPUT.partial``. Without an output, nothing is kept."""
 
     def __init__(self, output: str | Path | None, settings: Mapping[str, Any], overwrite: bool) -> None:
         self.batches: dict[int, GenerationOutput] = {}
         self.output = None if output is None else Path(output)
         if self.output is None:
             return
-        self.path = self.output.with_name(self.output.name + ".partial")
-        if self.output.exists() and not self.path.exists() and not overwrite:
+        path = self.output.with_name(self.output.name + ".partial")
+        if self.output.exists() and not path.exists() and not overwrite:
             raise UsageError(f"{self.output} exists: give --overwrite to replace it")
-        header = json.dumps(settings).encode()
-        data = self.path.read_bytes() if self.path.exists() else b""
-        *lines, torn = data.split(b"\n")
-        if not lines or lines[0] != header:
-            if lines and not overwrite:
-                raise UsageError(f"{self.path} is of a job with other settings: give --overwrite to drop its texts")
-            self.path.write_bytes(header + b"\n")
-            return
-        os.truncate(self.path, len(data) - len(torn))
-        for line in map(json.loads, lines[1:]):
-            completions = [Completion(**completion) for completion in line["completions"]]
-            self.batches[line["batch"]] = GenerationOutput(GenerationStats(**line["stats"]), completions)
+        self.records = Records(path, settings, overwrite)
+        for value in self.records.values:
+            completions = [Completion(**completion) for completion in value["completions"]]
+            self.batches[value["batch"]] = GenerationOutput(GenerationStats(**value["stats"]), completions)
 
     def add(self, index: int, output: GenerationOutput) -> None:
         """Keep a finished batch."""
         self.batches[index] = output
         if self.output is not None:
             completions = [asdict(completion) for completion in output.completions]
-            line = {"batch": index, "completions": completions, "stats": asdict(output.stats)}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self.records.append({"batch": index, "completions": completions, "stats": asdict(output.stats)})
 
     def finish(self, content: str) -> None:
         """Write the output, all or nothing, and delete the progress."""
         if self.output is not None:
             write(self.output, content)
-            self.path.unlink()
+            self.records.path.unlink()
