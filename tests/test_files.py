@@ -86,7 +86,7 @@ def test_records_of_other_settings_are_kept_unless_told(tmp_path: Path) -> None:
     path = tmp_path / "records"
     Records(path, {"seed": 1, "model": "a"}).append(1)
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="another model: .*--overwrite"):
+    with pytest.raises(UsageError, match=r"another model: .*--overwrite"):
         Records(path, {"seed": 1, "model": "b"})
     assert path.read_bytes() == before
     assert Records(path, {"seed": 1, "model": "b"}, overwrite=True).values == []

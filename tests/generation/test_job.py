@@ -352,7 +352,7 @@ def test_a_job_with_other_settings_is_another(checkpoint: Path, tmp_path: Path, 
     for other in others:
         settings = {"prompts": job_of(Checkpoint.resolve(model), target).prompts, "batch_size": 2, "seed": 3}
         job = GenerationJob(Checkpoint.resolve(model), output=target, **{"options": NEW} | settings | other)
-        with pytest.raises(UsageError, match="begun with another .*--overwrite"):
+        with pytest.raises(UsageError, match=r"begun with another .*--overwrite"):
             job.run()
     weights = model / "model.safetensors"
     data = weights.read_bytes()
