@@ -20,6 +20,7 @@ from helpers.engine import (
     Request,
     check_among_leavers,
     check_layers,
+    count_calls,
     demo_prompts,
     engine,
     requests_of,
@@ -107,14 +108,7 @@ class TestTight:
     ) -> None:
         """Replayed requests compute generated tokens again, at their old depths."""
         requests = requests_of(prompts, 96 // FEWER, seed=7)
-        preempted = []
-        original = scheduler(tight)._preempt_request
-
-        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            preempted.append(request)
-            return original(request, *args, **kwargs)
-
-        monkeypatch.setattr(scheduler(tight), "_preempt_request", counted)
+        preempted = count_calls(scheduler(tight), "_preempt_request", monkeypatch)
         assert serve(tight, requests).texts() == reference.texts(requests)
         assert len(preempted) > len(requests) // 40
 

@@ -33,7 +33,6 @@ def generate_on_ray(
     Raises:
         MissingExtra: Ray is not installed.
         UsageError: the cluster has too few CPUs or GPUs.
-        SkipDecodeError: what a worker raised.
     """
     try:
         import ray
@@ -74,20 +73,17 @@ def generate_on_ray(
 
 
 def cpus_per_worker(nodes: Sequence[Mapping[str, float]], workers: int, on_gpu: bool = False) -> int:
-    """Most CPUs that each worker can have on one node; 0 if some would find no room.
+    """Most CPUs that each worker can have on one node, beside a GPU of its own if any; 0: some would find no room.
 
     Args:
         nodes: resources of each node, by Ray's names.
-        workers: number of workers.
-        on_gpu: whether each needs a GPU of its node too.
     """
-
-    def room(node: Mapping[str, float], cpus: int) -> int:
-        fits = int(node.get("CPU", 0)) // cpus
-        return min(fits, int(node.get("GPU", 0))) if on_gpu else fits
-
     most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
-    return next((cpus for cpus in range(most, 0, -1) if sum(room(node, cpus) for node in nodes) >= workers), 0)
+    for cpus in range(most, 0, -1):
+        rooms = [min(node.get("CPU", 0) // cpus, node.get("GPU", 0) if on_gpu else workers) for node in nodes]
+        if sum(map(int, rooms)) >= workers:
+            return cpus
+    return 0
 
 
 class Worker:
