@@ -119,13 +119,9 @@ def requests_of(
 def engine(
     folder: str | Path = DEMO, skipdecode: Mapping[str, Any] | None = None, *, stock: bool = False, **options: Any
 ) -> Iterator[Any]:
-    """A vLLM engine in float32, eager unless the options say otherwise, gone with all it holds at the end.
+    """A vLLM engine in float32, eager unless vLLM's ``options`` say otherwise, gone with all it holds at the end.
 
-    Args:
-        folder: of the checkpoint.
-        skipdecode: the plugin's options beside ``speedups``, which are :data:`SPEEDUPS`.
-        stock: without the plugin.
-        options: vLLM's.
+    ``skipdecode`` are the plugin's options beside ``speedups``, which are :data:`SPEEDUPS`; ``stock``: without it.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
@@ -166,7 +162,7 @@ def serve(
     logprobs: int | None = None,
     **sampling: Any,
 ) -> Served:
-    """Run requests to their end.
+    """Run requests, in order of arrival, to their end.
 
     Args:
         made: the engine.

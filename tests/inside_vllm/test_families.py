@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import skipdecode
-from helpers.engine import Reference, Request, check_layers, engine, requests_of, serve
+from helpers.engine import Reference, Request, check_layers, engine, requests_of, runner, serve
 from helpers.tiny import train_tokenizer
 from skipdecode import Schedule, teacher_forced
 from skipdecode.errors import ModelError
@@ -193,6 +193,7 @@ def test_with_an_adapter_1x_is_stock_vllm_to_the_bit_and_prompts_are_shared(case
     requests = [Request(request.prompt, 1.0, NEW) for request in case.requests[:12]]
     prompt = tuple(random.Random(4).choices(range(2, 256), k=70))
     with engine(case.folder, stock=True, enable_prefix_caching=True) as made:
+        assert type(runner(made)).__module__.startswith("vllm")
         found.append(serve(made, requests, logprobs=1))
     with case.engine(adapter=True, enable_prefix_caching=True) as made:
         found.append(serve(made, requests, logprobs=1))

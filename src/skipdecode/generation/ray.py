@@ -49,12 +49,11 @@ def generate_on_ray(
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = cpus_per_worker(nodes, workers, on_gpu)
         if not cpus:
-            raise UsageError(
-                f"{workers} workers on {'GPUs' if on_gpu else 'CPUs'} find no room on the cluster: {nodes}"
-            )
+            kind = "GPUs" if on_gpu else "CPUs"
+            raise UsageError(f"{workers} workers on {kind} find no room on the cluster: {nodes}")
         # Workers that die, as with their node, are started again, and their batches are generated again.
-        options_of_ray = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
-        actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, **options_of_ray)(Worker)
+        each_has = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
+        actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, **each_has)(Worker)
         actors += [actor.remote(start) for _ in range(workers)]
         before = time.perf_counter()
         finished = ActorPool(actors).map_unordered(lambda each, item: each.run.remote(*item), batches.items())

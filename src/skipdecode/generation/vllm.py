@@ -32,10 +32,7 @@ ENVIRONMENT = {
 #: Sampling options of transformers that vLLM has under the same name, and transformers' defaults.
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 #: Further options that :func:`sampling_params` translates.
-KNOWN = {*SAMPLING, "do_sample", "max_new_tokens", "min_new_tokens", "repetition_penalty"}
-KNOWN |= {"eos_token_id", "stop_strings"}
-#: Least value of vLLM's token budget per step, ``max_num_batched_tokens``.
-TOKEN_BUDGET = 2048
+FURTHER = ("do_sample", "max_new_tokens", "min_new_tokens", "repetition_penalty", "eos_token_id", "stop_strings")
 
 
 @contextmanager
@@ -85,7 +82,7 @@ def start_vllm(
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=positions,
         max_num_seqs=batch_size,
-        max_num_batched_tokens=max(TOKEN_BUDGET, positions, batch_size),
+        max_num_batched_tokens=max(2048, positions, batch_size),
         # With chunked prompts and a seed, vLLM 0.32 crashes on CPUs, whose random generators have no offset.
         enable_chunked_prefill=False,
         generation_config="vllm",  # the checkpoint's is applied by sampling_params
@@ -129,17 +126,12 @@ def _require_plugin(llm: Any) -> None:
 
 
 def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig) -> dict[str, Any]:
-    """Arguments of vLLM's ``SamplingParams`` that decode as ``model.generate`` does, without a seed.
+    """Arguments of vLLM's ``SamplingParams``, without a seed, for options of ``model.generate``, else their defaults.
 
-    Args:
-        options: as ``model.generate`` names them.
-        defaults: the checkpoint's generation_config, for what ``options`` lacks.
-
-    Raises:
-        UsageError: vLLM lacks an option.
+    UsageError: vLLM lacks an option.
     """
     for name, value in options.items():
-        if name not in KNOWN and value not in (None, False, 0, 1):
+        if name not in (*SAMPLING, *FURTHER) and value not in (None, False, 0, 1):
             raise UsageError(f"{name}: vLLM has nothing like it; leave it out, or take the engine transformers")
 
     def value_of(name: str, default: Any) -> Any:

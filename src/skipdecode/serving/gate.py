@@ -193,19 +193,17 @@ def adds_residual(layer: nn.Module, config: Any, device: torch.device) -> bool:
     for attention in attentions:
         attention.forward = lambda query, *args, **kwargs: torch.zeros_like(query)
 
-    def run(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def run(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
         # Fused kernels write into their arguments.
         return layer(positions=torch.arange(2, device=device), hidden_states=hidden.clone(), residual=residual.clone())
 
     with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=2):
-        output = run(hidden, first)
-        other = run(hidden, second)
-        joined = run(hidden + first, torch.zeros_like(first))
+        outputs = [run(hidden, first), run(hidden, second), run(hidden + first, torch.zeros_like(first))]
     for attention in attentions:
         del attention.forward
-    if output[1] is None or torch.equal(output[0], other[0]):
+    if outputs[0][1] is None or torch.equal(outputs[0][0], outputs[1][0]):
         return False
-    difference = output[0] + output[1] - joined[0] - joined[1]
-    if difference.float().norm() <= 0.05 * (joined[0] + joined[1]).float().norm():  # equal, in any dtype
+    apart, _, joined = [sum(output).float() for output in outputs]
+    if (apart - joined).norm() <= 0.05 * joined.norm():  # equal, in any dtype
         return True
     raise UnsupportedModel(f"no adapters for {type(layer).__name__} in vLLM: its residual follows no known rule")

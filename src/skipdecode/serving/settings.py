@@ -96,8 +96,9 @@ class Serving:
         self.default = self.check_speedup(options.get("speedup", min(slowest, default=min(self.schedules))))
         self.load = self._load(options)
         self.buckets = choose_buckets(self.schedules.values())
-        tables = {speedup: DepthTable(schedule) for speedup, schedule in self.schedules.items()}
-        self.ends = {speedup: [table.end(bucket) for bucket in self.buckets] for speedup, table in tables.items()}
+        self.ends = {}
+        for speedup, schedule in self.schedules.items():
+            self.ends[speedup] = [*map(DepthTable(schedule).end, self.buckets)]
         self.untrained = untrained_warning(self.schedules[max(self.schedules)], trained)
 
     def check_speedup(self, value: Any, name: str = "speedup") -> float:
@@ -182,26 +183,21 @@ def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     worker = parallel.worker_cls
+    is_untried = worker == GPU_WORKER and not os.environ.get(ALLOW_GPU)
+    has_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
+    mode = getattr(vllm_config.compilation_config.mode, "name", "")
+    contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    stores = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     refusals = {
         f"vLLM's worker {worker} is unknown: run on a CPU or a CUDA GPU": worker not in (CPU_WORKER, GPU_WORKER),
-        f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself": (
-            worker == GPU_WORKER and not os.environ.get(ALLOW_GPU)
-        ),
-        "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND": (
-            os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
-        ),
-        "stock torch.compile would keep the depth of its first step": (
-            getattr(vllm_config.compilation_config.mode, "name", "") == "STOCK_TORCH_COMPILE"
-        ),
+        f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself": is_untried,
+        "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND": has_rust,
+        "stock torch.compile would keep the depth of its first step": mode == "STOCK_TORCH_COMPILE",
         "speculative decoding verifies at several depths": vllm_config.speculative_config is not None,
         "pipeline stages would wait for layers that none runs": parallel.pipeline_parallel_size > 1,
         "data parallel ranks with experts run all layers together": parallel.data_parallel_size > 1 and model.is_moe,
-        "context parallelism is not supported": (
-            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
-        ),
-        "KV connectors and --kv-offloading-size know nothing of depths": (
-            vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None
-        ),
+        "context parallelism is not supported": max(contexts) > 1,
+        "KV connectors and --kv-offloading-size know nothing of depths": stores != (None, None),
         "LoRA maps adapters by token: merge the adapter into the model": vllm_config.lora_config is not None,
         "multimodal positions are not supported": model.uses_mrope,
     }
@@ -215,10 +211,7 @@ def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
 
 
 def _choose_graphs(compilation: Any, is_v2: bool) -> None:
-    """Leave of vLLM's CUDA graphs those of whole decode steps, which runner V2 keeps by the layers that they run.
-
-    Others replay the layers of their capture: runner V1's, and those of pieces of a step.
-    """
+    """Leave of vLLM's CUDA graphs those of whole decode steps, which runner V2 keeps by the layers that they run."""
     from vllm.config import CUDAGraphMode
 
     if is_v2 and compilation.cudagraph_mode.has_full_cudagraphs():

@@ -128,8 +128,8 @@ class TokenSubset:
     Attributes:
         tokens: (tokens,), their indices in the step.
         requests: (requests,), indices of the requests that have such tokens.
-        counts: (requests,), how many of each such request's tokens run: the first ones, as depths never increase.
-        dropped: (requests,), how many of each such request's tokens do not run.
+        counts: (requests,), how many of each one's tokens run: the first ones, as depths never increase.
+        dropped: (requests,), how many do not run.
     """
 
     tokens: Whole
