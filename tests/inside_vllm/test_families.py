@@ -34,9 +34,7 @@ from skipdecode.model.inspect import text_config
 NEW = 24
 SIZES = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
 #: Without an adapter, whose modules take the place of some of what gates do.
-PLAIN = ["llama", "llama by transformers", "gemma3_text", "gpt_neox", "mixtral compiled", "gemma3_text compiled"]
-
-
+PLAIN = ["llama", "llama by transformers", "mixtral compiled", "gemma3_text compiled"]
 LAYERS = 6
 #: Depths that fall, a layer 0 that some skip, prompts of their own depth and decay: whatever a schedule can be.
 SCHEDULES = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers.plans import LAYERS, SCHEDULES, plan
 from skipdecode.errors import UnsupportedModel
 from skipdecode.model.adapter import Adapter
-from skipdecode.serving.gate import add_gates, select
+from skipdecode.serving.gate import add_gates
 from skipdecode.serving.steps import DepthTables, TokenSubset
 
 MIXED = [(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)]
@@ -152,16 +152,3 @@ def test_two_stacks_are_refused() -> None:
     stacks = {name: nn.ModuleList(Native() for _ in range(LAYERS)) for name in ("one", "two")}
     with pytest.raises(UnsupportedModel, match="2 stacks of 8 decoder layers"):
         add_gates(nn.ModuleDict(stacks), LAYERS)
-
-
-def test_tokens_are_selected_wherever_they_are() -> None:
-    """Positions have them last, hidden states before the size; what has none stays."""
-
-    def first_and_last(value: Any) -> Any:
-        return select(value, torch.tensor([0, 2]), 3)
-
-    assert first_and_last(torch.arange(3)).tolist() == [0, 2]
-    assert first_and_last(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
-    assert first_and_last(torch.zeros(3, 7)).shape == (2, 7)
-    assert first_and_last((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
-    assert first_and_last({"a": torch.zeros(5), "b": None})["a"].shape == (5,)

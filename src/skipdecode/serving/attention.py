@@ -12,6 +12,7 @@ import torch
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from .gate import SubsetAttention
 from .steps import TokenSubset
 
 
@@ -36,28 +37,25 @@ class RunnerInputs:
     positions: torch.Tensor
 
 
-class AttentionSubset:
-    """Attention of one step, restricted to a subset of its tokens on call."""
-
-    def __init__(self, inputs: RunnerInputs, context: ForwardContext) -> None:
-        self.inputs = inputs
-        self.context = context
-        self._built: dict[int, SubsetMetadata] = {}
+def subset_attention(inputs: RunnerInputs, context: ForwardContext) -> SubsetAttention:
+    """A function that restricts attention, in a step with this forward context of vLLM, to a subset of its tokens."""
+    known: dict[int, SubsetMetadata] = {}
 
     @contextmanager
-    def __call__(self, subset: TokenSubset) -> Iterator[torch.Tensor]:
-        """Context within which attention sees only the subset's tokens; yields their indices, on the device."""
-        before = self.context.attn_metadata, self.context.slot_mapping
-        if id(subset) not in self._built:
-            self._built[id(subset)] = SubsetMetadata(self.inputs, before[1], subset)
-        built = self._built[id(subset)]
+    def attend(subset: TokenSubset) -> Iterator[torch.Tensor]:
+        before = context.attn_metadata, context.slot_mapping
+        if id(subset) not in known:
+            known[id(subset)] = SubsetMetadata(inputs, before[1], subset)
+        built = known[id(subset)]
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
-        self.context.attn_metadata = ByLayer(lambda name: built.of(name)[0])
-        self.context.slot_mapping = ByLayer(lambda name: built.of(name)[1])
+        context.attn_metadata = ByLayer(lambda name: built.of(name)[0])
+        context.slot_mapping = ByLayer(lambda name: built.of(name)[1])
         try:
             yield built.tokens
         finally:
-            self.context.attn_metadata, self.context.slot_mapping = before
+            context.attn_metadata, context.slot_mapping = before
+
+    return attend
 
 
 class ByLayer(dict[str, Any]):

@@ -6,8 +6,7 @@ arguments look as when it was compiled, but for the number of tokens; elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +33,7 @@ class CompiledLayers:
         self._options = {**options, "freezing": False}  # which takes weights for constants
         self.compiled: dict[tuple[Any, Hashable], Callable[..., Any]] = {}
         self.graphs: dict[Hashable, Any] = {}  # by code and look of the inputs
-        self._compiles = False
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Context within which layers are compiled for the arguments that they get."""
-        self._compiles = True
-        try:
-            yield
-        finally:
-            self._compiles = False
+        self.compiles = False  # whether layers are compiled for the arguments that they get
 
     def run(self, forward: Any, kwargs: Mapping[str, Any], tokens: int) -> Any:
         """Output of ``forward``, a module's bound method, for ``tokens`` tokens."""
@@ -51,7 +41,7 @@ class CompiledLayers:
             key = forward, signature_of(kwargs, tokens)
         except Uncacheable:
             return forward(**kwargs)
-        if self._compiles and key not in self.compiled:
+        if self.compiles and key not in self.compiled:
             self.compiled[key] = self._compile(forward, kwargs, tokens)
         compiled = self.compiled.get(key)
         return forward(**kwargs) if compiled is None else compiled(forward.__self__, **kwargs)

@@ -38,10 +38,9 @@ class BucketSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        if {type(spec) for spec in specs} != {cls} or len({spec.bucket for spec in specs}) > 1:
-            # The error that vLLM expects.
+        if len(set(specs)) > 1:  # the error is the one that vLLM expects
             raise AssertionError("layers of different buckets have blocks of their own")
-        return replace_as(FullAttentionSpec.merge(specs), cls, bucket=specs[0].bucket)
+        return specs[0]
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(isinstance(spec, BucketSpec) and spec.bucket == self.bucket for spec in kv_cache_specs.values())

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files, read_adapter
-from .attention import AttentionSubset, RunnerInputs
+from .attention import RunnerInputs, subset_attention
 from .compile import CompiledLayers, DecodeGraphs
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
@@ -117,10 +117,11 @@ class SkipRunner(Runner):
 
         def planned(*args: Any, **kwargs: Any) -> Any:
             disable_graphs(get_forward_context())
-            with self.skip_context.following(plan, None), layers.compiling():
+            with self.skip_context.following(plan, None):
                 return forward(*args, **kwargs)
 
         self.model.forward = planned
+        layers.compiles = True
         try:
             for place in range(len(self.skip_tables.uniform)):
                 plan = self.skip_tables.uniform_step(place, tokens)
@@ -129,6 +130,7 @@ class SkipRunner(Runner):
             self.skip_context.layers = None
             logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
         self.model.forward = forward
+        layers.compiles = False
         self.skip_context.reset_counters()
 
     def dry_run(self, tokens: int) -> None:
@@ -143,7 +145,7 @@ class SkipRunner(Runner):
         if not plan.is_full:
             context = get_forward_context()
             disable_graphs(context)
-            attention = AttentionSubset(self._inputs(), context) if plan.uniform is None else None
+            attention = subset_attention(self._inputs(), context) if plan.uniform is None else None
         with self.skip_context.following(plan, attention):
             yield
 
