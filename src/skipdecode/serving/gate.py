@@ -203,7 +203,7 @@ def adds_residual(layer: nn.Module, config: Any, device: torch.device) -> bool:
         del attention.forward
     if outputs[0][1] is None or torch.equal(outputs[0][0], outputs[1][0]):
         return False
-    apart, _, joined = [sum(output).float() for output in outputs]
+    apart, _, joined = [(hidden + residual).float() for hidden, residual in outputs]
     if (apart - joined).norm() <= 0.05 * joined.norm():  # equal, in any dtype
         return True
     raise UnsupportedModel(f"no adapters for {type(layer).__name__} in vLLM: its residual follows no known rule")
