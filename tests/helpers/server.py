@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 #: What vLLM's own templates would do, for a checkpoint without one.
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -29,8 +29,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # helpers.engine turns it off in this process
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc: what the worker itself counted
 }
-#: Seconds that a server may take to start.
-PATIENCE = 600
 
 
 @dataclass(frozen=True)
@@ -41,19 +39,15 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def get(self, path: str) -> str:
-        """A page of the server. OSError also for an answer that is an error."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return str(answer.read().decode())
+        """A page of the server."""
+        return httpx.get(self.url + path, timeout=60).raise_for_status().text
 
     def post(self, path: str, body: Any) -> tuple[int, str]:
         """Status and text of an answer to JSON."""
-        data = (body if isinstance(body, str) else json.dumps(body)).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method="POST")
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        content = body if isinstance(body, str) else json.dumps(body)
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(self.url + path, content=content, headers=headers, timeout=60)
+        return answer.status_code, answer.text
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a metric's series that have these labels."""
@@ -80,11 +74,11 @@ def serve(folder: Path, *options: str, model: str = "demo") -> Iterator[Server]:
         )  # in a group of its own: the processes that it starts end with it
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + 600
         while True:
             starts = process.poll() is None and time.monotonic() < until
             assert starts, log.read_text(errors="replace")[-3000:]
-            with suppress(OSError):
+            with suppress(httpx.HTTPError):
                 server.get("/health")
                 break
             time.sleep(0.5)
@@ -131,17 +125,9 @@ async def ask(
     model: str = "demo",
     chunks: int = 1 << 30,
 ) -> Answer:
-    """One request by the ``openai`` package, greedy.
+    """One greedy request by the ``openai`` package; the client leaves a stream after so many ``chunks``.
 
-    Args:
-        client: an ``AsyncOpenAI``.
-        prompt: token ids, or a text; the user's message of a chat.
-        speedup: None names none.
-        new: the most new tokens.
-        stream: token by token.
-        chat: by chat completions.
-        model: its name.
-        chunks: of a stream, after which the client leaves.
+    A prompt is token ids or a text, which in a chat is the user's message.
     """
     body: dict[str, Any] = {"return_token_ids": True}
     if speedup is not None:
@@ -154,22 +140,21 @@ async def ask(
     else:
         made = await client.completions.create(prompt=prompt, **options)
     answer = Answer()
+
+    def add(part: Any) -> None:
+        for choice in part.choices:
+            answer.tokens += (choice.model_extra or {}).get("token_ids") or []
+            said = choice.text if not chat else (choice.delta if stream else choice.message).content
+            answer.text += said or ""
+        answer.summary |= ((part.model_extra or {}).get("metrics") or {}).get("skipdecode") or {}
+
     if not stream:
-        add(answer, made, chat, stream)
+        add(made)
         return answer
     async with made:
-        async for chunk in made:
-            add(answer, chunk, chat, stream)
+        async for part in made:
+            add(part)
             chunks -= 1
             if chunks == 0:
                 break
     return answer
-
-
-def add(answer: Answer, chunk: Any, chat: bool, stream: bool) -> None:
-    """Add a chunk, or a whole response, to an answer."""
-    for choice in chunk.choices:
-        answer.tokens += (choice.model_extra or {}).get("token_ids") or []
-        said = choice.text if not chat else (choice.delta if stream else choice.message).content
-        answer.text += said or ""
-    answer.summary |= ((chunk.model_extra or {}).get("metrics") or {}).get("skipdecode") or {}

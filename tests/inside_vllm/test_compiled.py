@@ -21,6 +21,7 @@ from helpers.engine import (
     Reference,
     check_among_leavers,
     check_layers,
+    count_calls,
     demo_prompts,
     engine,
     requests_of,
@@ -60,29 +61,20 @@ def test_a_skipped_layer_calls_no_attention(
 ) -> None:
     """That is where the time goes: each step's attention is that of the layers that some token needs."""
     ours = runner(compiled)
-    called, expected = [0], [0]
-
-    def counting(forward: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            called[0] += 1
-            return forward(*args, **kwargs)
-
-        return counted
-
+    expected = []
     count = ours.skip_context.count
 
     def planned(plan: Any, has_run: bool) -> None:
-        expected[0] += sum(tokens > 0 for tokens in plan.counts)
+        expected.append(sum(tokens > 0 for tokens in plan.counts))
         count(plan, has_run)
 
     monkeypatch.setattr(ours.skip_context, "count", planned)
     attentions: list[Any] = [part for part in ours.model.modules() if isinstance(part, Attention)]
-    for attention in attentions:
-        monkeypatch.setattr(attention.impl, "forward", counting(attention.impl.forward))
-    steps = ours.skip_context.steps
+    calls = [count_calls(attention.impl, "forward", monkeypatch) for attention in attentions]
     serve(compiled, requests_of(demo_prompts(reference), 8, seed=2, speedups=(5.0,), most=24))
-    assert called == expected
-    assert 0 < called[0] < len(attentions) * (ours.skip_context.steps - steps) / 3
+    called = sum(map(len, calls))
+    assert called == sum(expected)
+    assert 0 < called < len(attentions) * len(expected) / 3
 
 
 def test_every_layer_is_compiled_once_for_all(compiled: Any) -> None:
@@ -141,9 +133,11 @@ def layers() -> tuple[CompiledLayers, list[Layer]]:
     """Three of a kind, the last with another constant, compiled for eight tokens with a residual."""
     torch.manual_seed(0)
     made, found = CompiledLayers({}), [Layer(), Layer(), Layer(eps=4.0)]
-    with torch.no_grad(), made.compiling():
+    made.compiles = True
+    with torch.no_grad():
         for layer in found:
             made.run(layer.forward, arguments(torch.randn(8, 6), torch.randn(8, 6)), 8)
+    made.compiles = False
     return made, found
 
 

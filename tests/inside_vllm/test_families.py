@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -18,19 +20,63 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import skipdecode
-from helpers.engine import Reference, Request, check_layers, engine, requests_of, serve
-from helpers.served_families import FAMILIES, SCHEDULES, checkpoint, in_fresh_process
-from skipdecode import teacher_forced
+from helpers.engine import Reference, Request, check_layers, engine, requests_of, runner, serve
+from helpers.tiny import train_tokenizer
+from skipdecode import Schedule, teacher_forced
 from skipdecode.errors import ModelError
 from skipdecode.model.adapter import Adapter, save_adapter
+from skipdecode.model.config import to_config_entry
 from skipdecode.model.inspect import text_config
 
 NEW = 24
 SIZES = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
 #: Without an adapter, whose modules take the place of some of what gates do.
-PLAIN = ["llama", "llama by transformers", "gemma3_text", "gpt_neox", "mixtral compiled", "gemma3_text compiled"]
+PLAIN = ["llama", "llama by transformers", "mixtral compiled", "gemma3_text compiled"]
+LAYERS = 6
+#: Depths that fall, a layer 0 that some skip, prompts of their own depth and decay: whatever a schedule can be.
+SCHEDULES = {
+    1.0: Schedule.full(LAYERS),
+    2.0: Schedule(LAYERS, 4, 2, horizon=8),
+    3.0: Schedule(LAYERS, 2, 1, horizon=4, order=(3, 5, 1, 0, 2, 4), prompt_layers=4, warmup=0),
+    4.0: Schedule(LAYERS, 2, 1, horizon=6, order="even", prompt_decay=3, warmup=0),
+}
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+}
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 3}
+#: Fields of its own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama by transformers": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": None},
+    "gemma3_text": WINDOWS,
+    "gpt_neox": {"num_key_value_heads": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"sliding_window": 16},
+    "phi3": {},
+    "gpt2": {"n_inner": 96},
+    "cohere": {},
+    "exaone4": WINDOWS,
+    "gemma4_text": WINDOWS
+    | {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 300,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
 
 
 @dataclass
@@ -51,7 +97,9 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return in_fresh_process(references, {name: tmp_path_factory.mktemp("family") for name in FAMILIES})
+    """In a process of their own: vLLM's Transformers backend changes transformers' classes for good."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(references, {name: tmp_path_factory.mktemp("family") for name in FAMILIES}).result()
 
 
 def references(folders: Mapping[str, Path]) -> dict[str, Case]:
@@ -72,6 +120,24 @@ def references(folders: Mapping[str, Path]) -> dict[str, Case]:
         assert texts[0] != texts[1]
         found[name] = Case(base, adapter, requests, texts, logprobs)
     return found
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """Random weights with the schedules above in their config."""
+    tokenizer = train_tokenizer(["the cat sat on the mat"], vocab_size=300)
+    kind = CONFIG_MAPPING[name.split()[0]]
+    torch.manual_seed(0)
+    config = kind(
+        **(COMMON | FAMILIES[name]), vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=1
+    )
+    config.skipdecode = to_config_entry(SCHEDULES)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # wide enough that two tokens are seldom nearly tied
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def random_adapter(folder: Path, base: Path) -> Path:
@@ -98,7 +164,7 @@ def forced(reference: Reference, request: Request, text: tuple[int, ...]) -> tor
 
 def check(case: Case, name: str, adapter: bool) -> None:
     """All schedules in one batch, chunks of prompts between them."""
-    implementation = FAMILIES[name.removesuffix(" compiled")][1]
+    implementation = "transformers" if name.endswith("by transformers") else "auto"
     eager = not name.endswith("compiled")
     with case.engine(adapter, model_impl=implementation, enforce_eager=eager, **SIZES) as made:
         served = serve(made, case.requests, arrive=lambda step: 1 + step % 2, logprobs=1)
@@ -125,6 +191,7 @@ def test_with_an_adapter_1x_is_stock_vllm_to_the_bit_and_prompts_are_shared(case
     requests = [Request(request.prompt, 1.0, NEW) for request in case.requests[:12]]
     prompt = tuple(random.Random(4).choices(range(2, 256), k=70))
     with engine(case.folder, stock=True, enable_prefix_caching=True) as made:
+        assert type(runner(made)).__module__.startswith("vllm")
         found.append(serve(made, requests, logprobs=1))
     with case.engine(adapter=True, enable_prefix_caching=True) as made:
         found.append(serve(made, requests, logprobs=1))

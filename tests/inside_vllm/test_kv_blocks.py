@@ -6,6 +6,8 @@ float32, greedy, eager; the demo model.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,9 @@ from vllm.v1.request import Request as VRequest
 from helpers.engine import (
     Reference,
     Request,
+    check_among_leavers,
     check_no_block_is_lost,
+    count_calls,
     demo_prompts,
     engine,
     requests_of,
@@ -37,7 +41,7 @@ from skipdecode import Schedule
 from skipdecode.model.config import to_config_entry
 from skipdecode.serving import kv_blocks, plugin
 from skipdecode.serving.kv_blocks import in_buckets
-from skipdecode.serving.requests import assign_speedup, bucket_ends
+from skipdecode.serving.requests import assign_speedup
 from skipdecode.serving.settings import Serving
 
 LAYERS, BLOCK = 24, 32
@@ -52,67 +56,39 @@ def reference() -> Reference:
     return Reference()
 
 
-class Watch:
-    """What an engine's scheduler does, step by step; blocks that requests hold are checked at every step."""
+def watch(made: Any, patch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests run, filled step by step; every eighth step is one of :func:`free_blocks`."""
+    running: list[int] = []
+    its = scheduler(made)
+    schedule, execute = its.schedule, runner(made).execute_model
 
-    def __init__(self, made: Any, patch: pytest.MonkeyPatch) -> None:
-        self.running: list[int] = []
-        self.preempted = 0
-        its = scheduler(made)
-        schedule, preempt, execute = its.schedule, its._preempt_request, runner(made).execute_model
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        running.append(len(its.running))
+        return output
 
-        def scheduled(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            self.running.append(len(its.running))
-            check_held(its)
-            return output
+    def executed(*args: Any, **kwargs: Any) -> Any:
+        if len(running) % 8:
+            return execute(*args, **kwargs)
+        with free_blocks(made):
+            return execute(*args, **kwargs)
 
-        def preempted(*args: Any, **kwargs: Any) -> Any:
-            self.preempted += 1
-            return preempt(*args, **kwargs)
-
-        def executed(*args: Any, **kwargs: Any) -> Any:
-            if len(self.running) % 8:  # the check takes longer than a step
-                return execute(*args, **kwargs)
-            with FreeBlocks(made):
-                return execute(*args, **kwargs)
-
-        patch.setattr(its, "schedule", scheduled)
-        patch.setattr(its, "_preempt_request", preempted)
-        patch.setattr(runner(made), "execute_model", executed)
+    patch.setattr(its, "schedule", scheduled)
+    patch.setattr(runner(made), "execute_model", executed)
+    return running
 
 
-def check_held(its: Any) -> None:
-    """A request holds blocks for the positions that run a bucket, until none is left that does."""
-    for request in its.running:
-        ends = bucket_ends(request)
-        assert ends is not None
-        processed = request.num_computed_tokens - request.num_in_flight_tokens
-        for manager in its.kv_cache_manager.coordinator.single_type_managers:
-            end = ends[getattr(manager.kv_cache_spec, "bucket", 0)] if ends else float("inf")
-            needed = 0 if processed >= end else -(-int(min(request.num_computed_tokens, end)) // BLOCK)
-            blocks = manager.req_to_blocks[request.request_id]
-            assert sum(not block.is_null for block in blocks) == needed
-
-
-class FreeBlocks:
+@contextmanager
+def free_blocks(made: Any) -> Iterator[None]:
     """Whoever reads a block that nobody holds reads rubbish, and whoever writes one is found out."""
-
-    def __init__(self, made: Any) -> None:
-        pool = scheduler(made).kv_cache_manager.block_pool
-        free = pool.free_block_queue.get_all_free_blocks()
-        self.caches = list(runner(made).kv_caches)
-        empty = [0, *(block.block_id for block in free if block.block_hash is None)]
-        for cache in self.caches:
-            cache[empty] = 1e4
-        self.free = [0, *(block.block_id for block in free)]
-
-    def __enter__(self) -> None:
-        self.before = [cache[self.free].clone() for cache in self.caches]
-
-    def __exit__(self, *_: object) -> None:
-        for cache, before in zip(self.caches, self.before, strict=True):
-            assert torch.equal(cache[self.free], before)
+    caches = runner(made).kv_caches
+    blocks = scheduler(made).kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+    for cache in caches:
+        cache[[0, *(block.block_id for block in blocks if block.block_hash is None)]] = 1e4
+    free = [0, *(block.block_id for block in blocks)]
+    before = [cache[free].clone() for cache in caches]
+    yield
+    assert all(torch.equal(cache[free], old) for cache, old in zip(caches, before, strict=True))
 
 
 def test_more_requests_run_in_the_same_memory_and_prefixes_are_found_as_often(
@@ -135,43 +111,26 @@ def test_more_requests_run_in_the_same_memory_and_prefixes_are_found_as_often(
         ) as made:
             few = [serve(made, requests[:4]).cached for _ in range(2)]
             cached[free] = few
-            seen[free] = Watch(made, monkeypatch)
+            seen[free] = watch(made, monkeypatch)
             assert serve(made, requests).texts() == texts
             check_no_block_is_lost(made)
-    assert max(seen[True].running) >= 2.5 * max(seen[False].running)
-    assert len(seen[True].running) < len(seen[False].running) / 1.5
+    assert max(seen[True]) >= 2.5 * max(seen[False])
+    assert len(seen[True]) < len(seen[False]) / 1.5
     assert cached[True] == cached[False]
     assert sum(cached[True][1].values()) > 0
 
 
 def test_any_speeds_arrivals_and_ends(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Falling depths, chunks of prompts, preemption, aborts; and blocks are looked for only where a step needs some."""
-    source = random.Random(3)
     requests = requests_of(demo_prompts(reference), 64, seed=2)
-    searched: list[str] = []
-    original = kv_blocks.BucketManager.allocate_new_blocks
-
-    def counted(self: Any, request_id: str, *args: Any) -> Any:
-        searched.append(request_id)
-        return original(self, request_id, *args)
-
-    monkeypatch.setattr(kv_blocks.BucketManager, "allocate_new_blocks", counted)
     with engine(kv_cache_memory_bytes=ROOM * 3 // 4, max_num_batched_tokens=64, enable_prefix_caching=True) as made:
-        watch = Watch(made, monkeypatch)
-        served = serve(
-            made,
-            requests,
-            arrive=lambda step: source.choice((0, 1, 2)),
-            abort=lambda: source.random() < 0.002,
-        )
-        check_no_block_is_lost(made)
+        running = watch(made, monkeypatch)
+        preempted = count_calls(scheduler(made), "_preempt_request", monkeypatch)
+        searched = count_calls(kv_blocks.BucketManager, "allocate_new_blocks", monkeypatch)
+        check_among_leavers(made, requests, reference.texts(requests), seed=3, leaving=0.002)
         buckets = len(scheduler(made).kv_cache_manager.coordinator.single_type_managers)
-    texts = reference.texts(requests)
-    finished = [place for place in range(len(requests)) if served.tokens[place]]
-    assert 32 < len(finished) < len(requests)
-    assert [served.tokens[place] for place in finished] == [texts[place] for place in finished]
-    assert watch.preempted > 0
-    assert len(searched) < buckets * sum(watch.running) / 2
+    assert preempted
+    assert len(searched) < buckets * sum(running) / 2
 
 
 def specs_of(kind: Any, layers: int = LAYERS, **options: Any) -> dict[str, Any]:

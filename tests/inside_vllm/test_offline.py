@@ -5,6 +5,7 @@ float32, greedy; the demo model.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from vllm import plugins
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
 import skipdecode
 from helpers.engine import demo_texts
 from skipdecode import Schedule
+from skipdecode.errors import UsageError
 from skipdecode.generation.job import GenerationJob, JobResult
+from skipdecode.generation.vllm import start_vllm
 from skipdecode.loading.load import Checkpoint
 from skipdecode.model.adapter import Adapter, save_adapter
 
 
 def run(engine: str, model: str = "demo", batch_size: int = 5, **options: Any) -> JobResult:
-    """A job without a file, of 20 prompts."""
-    kwargs = {"max_new_tokens": 40} | options.pop("options", {})
+    """A job without a file, of 8 prompts."""
+    kwargs = {"max_new_tokens": 24} | options.pop("options", {})
     job = GenerationJob(
         Checkpoint.resolve(model),
-        demo_texts()[:20],
+        demo_texts()[:8],
         batch_size=batch_size,
         options=kwargs,
         load={"dtype": "float32", "device": "cpu"},
@@ -41,10 +47,9 @@ def run(engine: str, model: str = "demo", batch_size: int = 5, **options: Any) -
     [
         {"speedup": 1},
         {"schedule": Schedule.from_depths(24, [20, 9, 9, 3], order="even", prompt_layers=20, prompt_decay=4)},
-        {"speedup": 3, "options": {"repetition_penalty": 1.3, "min_new_tokens": 20}},
-        {"speedup": 3, "options": {"stop_strings": ["The ", "r."]}},
+        {"speedup": 3, "options": {"repetition_penalty": 1.3, "min_new_tokens": 20, "stop_strings": ["The ", "r."]}},
     ],
-    ids=["full", "listed", "options", "stops"],
+    ids=["full", "listed", "options"],
 )
 def test_texts_and_layers_are_the_default_engines(options: dict[str, Any]) -> None:
     """Those of a row alone, since vLLM pads nothing."""
@@ -70,13 +75,19 @@ def test_an_adapters_folder_stands_for_its_model(tmp_path: Path) -> None:
 
 def test_a_seed_samples_the_same() -> None:
     """In every run; equal prompts get different texts."""
-    sampled = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 20}
-    prompts = [demo_texts()[0]] * 40
+    options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12}
+    prompts = [demo_texts()[0]] * 12
+    schedule = Schedule.for_speedup(3, 24)
+    with start_vllm(Checkpoint.resolve("demo"), {}, 4, schedule, options, 64) as generate:
+        ids = Checkpoint.resolve("demo").tokenizer(prompts).input_ids
+        first, again, other = ([row.text for row in generate(ids, seed).completions] for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(set(first)) > 6
 
-    def texts(seed: int) -> list[str]:
-        demo = Checkpoint.resolve("demo")
-        return GenerationJob(demo, prompts, batch_size=4, seed=seed, options=sampled, engine="vllm").run().texts
 
-    first = texts(1)
-    assert texts(1) == first != texts(2)
-    assert len(set(first)) > 20
+def test_without_the_plugin_no_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that has not loaded it, every speed would be the full model's, in silence."""
+    monkeypatch.setattr(plugins, "plugins_loaded", True)
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", inspect.unwrap(WorkerWrapperBase.init_device))
+    with pytest.raises(UsageError, match="did not load the plugin skipdecode"):
+        run("vllm", speedup=2)

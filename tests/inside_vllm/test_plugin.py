@@ -15,7 +15,7 @@ from vllm import SamplingParams, platforms
 from vllm.config import CUDAGraphMode
 from vllm.exceptions import VLLMValidationError
 
-from helpers.engine import Request, engine, runner, serve
+from helpers.engine import engine
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import plugin
 from skipdecode.serving import runner as runner_module
@@ -30,13 +30,6 @@ def test_attention_that_keeps_a_steps_metadata_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(runner_module, "ATTENTION", ("FLASH_ATTN",))
     with pytest.raises(UnsupportedModel, match="CPU_ATTN keeps a step's metadata"), engine():
         pass
-
-
-def test_a_stock_model_runs_as_vllm_has_it() -> None:
-    with engine(stock=True) as made:
-        assert not hasattr(runner(made), "skip_context")
-        assert type(runner(made)).__module__.startswith("vllm")
-        assert len(serve(made, [Request((5, 6, 7), 3.0, 8)]).texts()[0]) > 0
 
 
 @pytest.mark.parametrize("change", [{"mm_features": [object()]}, {"resumable": True}])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from helpers.plans import LAYERS, SCHEDULES, plan
 from skipdecode.errors import UnsupportedModel
 from skipdecode.model.adapter import Adapter
-from skipdecode.serving.gate import add_gates, select
-from skipdecode.serving.steps import DepthTables, StepPlan, TokenSubset
+from skipdecode.serving.gate import add_gates
+from skipdecode.serving.steps import DepthTables, TokenSubset
 
 MIXED = [(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)]
 UNIFORM = [(4.0, 3, 9, 1)]
@@ -64,49 +64,26 @@ class Plain(Native):
 FAMILIES = [Native, Adding, Ignoring, Plain]
 
 
-def run(model: nn.ModuleList, tokens: int) -> Tensor:
+def run(family: type[nn.Module], layers: Iterable[Any], tokens: int) -> Tensor:
     """A pass as vLLM's models make one."""
     hidden: Any = torch.arange(tokens * 4.0).reshape(tokens, 4).sin()
     positions = torch.arange(1, tokens + 1)
-    if isinstance(model[0], Plain):
+    if family is Plain:
         hidden = hidden[None]
         rotations = torch.full((1, tokens, 4), 0.5), torch.linspace(0, 1, tokens)[None, :, None].expand(1, tokens, 4)
-        for layer in model:
+        for layer in layers:
             hidden = layer.forward(hidden, position_embeddings=rotations, ids=positions[None])
         return hidden[0]
     residual = None
-    for layer in model:
+    for layer in layers:
         hidden, residual = layer.forward(positions, hidden, residual)
-    return hidden + residual if type(model[0]) is Native else hidden
+    return hidden + residual if family is Native else hidden
 
 
 @contextmanager
 def attention(subset: TokenSubset) -> Iterator[Tensor]:
     """These layers have no attention to restrict."""
     yield torch.from_numpy(subset.tokens)
-
-
-def gated(family: type[nn.Module]) -> tuple[nn.ModuleList, Any]:
-    layers = nn.ModuleList(family() for _ in range(LAYERS))
-    context = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
-    context.adds_residual = family is Native
-    return layers, context
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_token_passes_its_own_layers(family: type[nn.Module]) -> None:
-    """Rows of a step are those of a model that has each token's layers alone."""
-    step = plan(MIXED)
-    layers = nn.ModuleList(family() for _ in range(LAYERS))
-    alone = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row).tolist()), step.tokens) for row in step.runs]
-    full = run(layers, step.tokens)
-    context = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
-    with context.following(step, attention):
-        found = run(layers, step.tokens)
-    for token, expected in enumerate(alone):
-        torch.testing.assert_close(found[token], expected[token])
-    torch.testing.assert_close(run(layers, step.tokens), full)
-    assert context.run_tokens == context.needed_tokens == step.runs.sum() < context.full_tokens
 
 
 class Before(nn.Module):
@@ -126,44 +103,43 @@ class Before(nn.Module):
 
 
 @pytest.mark.parametrize("requests", [MIXED, UNIFORM], ids=["mixed", "uniform"])
+@pytest.mark.parametrize("adapts", [False, True], ids=["plain", "adapter"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_token_passes_its_own_modules_of_the_adapter(family: type[nn.Module], requests: Any) -> None:
+@torch.no_grad()
+def test_each_token_passes_its_own_layers_and_modules(family: type[nn.Module], adapts: bool, requests: Any) -> None:
+    """As in a model that has each token's layers alone, with the adapter's modules before them."""
     adapter = Adapter(4, 3, SCHEDULES)
     generator = torch.Generator().manual_seed(0)
     for weight in adapter.parameters():
         nn.init.normal_(weight, std=0.5, generator=generator)
-    step = plan(requests, DepthTables(SCHEDULES, adapter))
+    step = plan(requests, DepthTables(SCHEDULES, adapter if adapts else None))
     layers = nn.ModuleList(family() for _ in range(LAYERS))
     expected = []
     for token, row in enumerate(step.runs):
         running = np.flatnonzero(row).tolist()
-        modules = adapter.changes(running)
-        one: list[nn.Module] = []
+        modules = adapter.changes(running) if adapts else {}
+        alone: list[nn.Module] = []
         for index, layer in enumerate(layers):
-            one += [Before(modules[index], family)] if index in modules else []
-            one += [layer] if index in running else []
-        model = nn.ModuleList(one)
-        expected.append(run_as(family, model, step.tokens)[token])
+            alone += [Before(modules[index], family)] if index in modules else []
+            alone += [layer] if index in running else []
+        expected.append(run(family, alone, step.tokens)[token])
+    full = run(family, layers, step.tokens)
     context = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     context.adds_residual = family is Native
-    with torch.no_grad(), context.following(step, attention):
-        found = run(layers, step.tokens)
+    with context.following(step, attention):
+        found = run(family, layers, step.tokens)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
-
-
-def run_as(family: type[nn.Module], model: nn.ModuleList, tokens: int) -> Tensor:
-    """A pass of a model that may begin with an adapter's module."""
-    start: Any = family()
-    start.forward = lambda *args, **kwargs: args[0] if family is Plain else args[1:]
-    return run(nn.ModuleList([start, *model]), tokens)
+    torch.testing.assert_close(run(family, layers, step.tokens), full)
+    assert context.run_tokens == step.runs.sum() < context.full_tokens
 
 
 def test_layers_that_no_token_needs_are_not_called() -> None:
     """That is where the time goes. Layers that are called past their gates are an error, as in a compiled graph."""
     step = plan([(2.0, 3, 30, 1), (4.0, 3, 30, 1)])
-    layers, context = gated(Native)
+    layers = nn.ModuleList(Native() for _ in range(LAYERS))
+    context = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     with context.following(step, attention):
-        run(layers, step.tokens)
+        run(Native, layers, step.tokens)
     calls: list[Any] = [layer.calls for layer in layers]
     assert calls == [int(count > 0) for count in step.counts]
     assert sum(calls) < LAYERS
@@ -176,24 +152,3 @@ def test_two_stacks_are_refused() -> None:
     stacks = {name: nn.ModuleList(Native() for _ in range(LAYERS)) for name in ("one", "two")}
     with pytest.raises(UnsupportedModel, match="2 stacks of 8 decoder layers"):
         add_gates(nn.ModuleDict(stacks), LAYERS)
-
-
-def test_tokens_are_selected_wherever_they_are() -> None:
-    """Positions have them last, hidden states before the size; what has none stays."""
-
-    def first_and_last(value: Any) -> Any:
-        return select(value, torch.tensor([0, 2]), 3)
-
-    assert first_and_last(torch.arange(3)).tolist() == [0, 2]
-    assert first_and_last(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
-    assert first_and_last(torch.zeros(3, 7)).shape == (2, 7)
-    assert first_and_last((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
-    assert first_and_last({"a": torch.zeros(5), "b": None})["a"].shape == (5,)
-
-
-def test_a_plan_of_the_full_model_is_uniform() -> None:
-    step: StepPlan = plan([(1.0, 3, 9, 1), (2.0, 9, 0, 9)])
-    layers, context = gated(Native)
-    with context.following(step, None):
-        run(layers, step.tokens)
-    assert context.run_tokens == context.full_tokens == step.tokens * LAYERS

@@ -47,7 +47,7 @@ def test_the_time_per_token_is_a_mean_over_the_last_seconds() -> None:
 
 
 def test_a_server_that_stands_still_is_not_idle() -> None:
-    """No tokens for a long time: while requests run the newest step counts; without any, nothing does."""
+    """No tokens for a long time: while requests run the newest steps count; without any, nothing does."""
     world = World(token_ms=50)
     world.steps(1, 100)
     world.now += 100 * WINDOW

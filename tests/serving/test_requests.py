@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import OPTConfig
 
@@ -52,27 +52,22 @@ def test_a_request_without_a_speedup_gets_the_servers() -> None:
     assert speedup_of(forged) == 3
 
 
-@pytest.mark.parametrize("value", [0, 2.5, 99, "fast", [1, 2], {}, float("nan"), float("inf"), 10**400], ids=str)
+@pytest.mark.parametrize("value", [0, 2.5, "fast", [1, 2], float("nan"), 10**400], ids=str)
 def test_a_speedup_that_is_not_offered_is_refused(value: Any) -> None:
     with pytest.raises(ScheduleError, match="speedup must be one of 1, 2, 3, 4, not"):
         requested_speedup(SimpleNamespace(extra_args={"speedup": value}), SERVING)
 
 
-@pytest.mark.parametrize("speedup", [1.0, 2.0, 2.5, 4 / 3])
-def test_a_models_name_is_a_speedup(speedup: float) -> None:
-    params = SimpleNamespace(extra_args={"other": 1})
-    apply_model_name(params, f"org/model-2x:{speedup_key(speedup)}x")
-    assert params.extra_args == {"other": 1, "speedup": speedup}
-
-
-@pytest.mark.parametrize("name", [None, "", "demo", "demo:latest", "demo:x", "demo:3xl", "2x"])
-def test_other_names_say_nothing(name: str | None) -> None:
-    params = SimpleNamespace(extra_args=None)
-    apply_model_name(params, name)
-    assert params.extra_args is None
-
-
-def test_a_name_and_an_argument_must_agree() -> None:
+def test_a_models_name_is_a_speedup() -> None:
+    """Other names say nothing; a name and an argument must agree."""
+    for speedup in (1.0, 2.5, 4 / 3):
+        params = SimpleNamespace(extra_args={"other": 1})
+        apply_model_name(params, f"org/model-2x:{speedup_key(speedup)}x")
+        assert params.extra_args == {"other": 1, "speedup": speedup}
+    for name in (None, "", "demo", "demo:latest", "demo:x", "demo:3xl", "2x"):
+        params = SimpleNamespace(extra_args=None)
+        apply_model_name(params, name)
+        assert params.extra_args is None
     params = SimpleNamespace(extra_args={"speedup": 3})
     apply_model_name(params, "demo:3x")
     with pytest.raises(ScheduleError, match="asks for 2x and vllm_xargs for 3"):
@@ -92,7 +87,7 @@ def test_under_load_requests_that_name_no_speedup_get_faster() -> None:
     assert [params.extra_args[OWN]["moved"] for params in (before, during, named)] == [False, True, False]
 
 
-@pytest.mark.parametrize("forged", [None, 1, "x", [1, 2]])
+@pytest.mark.parametrize("forged", [None, "x"])
 def test_a_stock_servers_requests_are_left_alone(forged: Any) -> None:
     """There nobody assigns speed-ups, and the scheduler asks for every request's block keys."""
     stock = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={OWN: forged}), num_prompt_tokens=5)
@@ -101,15 +96,14 @@ def test_a_stock_servers_requests_are_left_alone(forged: Any) -> None:
     assert speedup_of(stock.sampling_params) is None
 
 
-@given(SPEEDUPS, SPEEDUPS, st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=200)
+@given(SPEEDUPS, SPEEDUPS, st.integers(1, 20), st.integers(1, 20))
 def test_blocks_are_shared_only_where_every_position_ran_the_same_layers(
     one: float, other: float, prompt: int, other_prompt: int
 ) -> None:
     """Of two requests with the same tokens: equal keys of all blocks so far mean equal layers at each position."""
     block = 4
     requests = [request(one, prompt), request(other, other_prompt)]
-    for end in range(block, 48, block):
+    for end in range(block, 28, block):
         keys = [[tuple(block_keys(r, start, start + block)) for start in range(0, end, block)] for r in requests]
         if keys[0] == keys[1]:
             counts = [SCHEDULES[s].positions_per_layer(p, end) for s, p in ((one, prompt), (other, other_prompt))]

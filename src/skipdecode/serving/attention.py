@@ -12,20 +12,21 @@ import torch
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from .gate import SubsetAttention
 from .steps import TokenSubset
 
 
 @dataclass(frozen=True)
 class RunnerInputs:
-    """Inputs that a model runner has prepared for a step, with requests and tokens in the runner's order.
+    """Inputs that a model runner has prepared for a step, on the device unless they say otherwise.
 
     Attributes:
         groups: for each block table, the groups of layers that share it.
-        block_table: returns the block table with an index, (requests, blocks), on the device.
-        lengths: (requests,), length of each text including the step's tokens, on the device.
+        block_table: returns the block table with an index, (requests, blocks).
+        lengths: (requests,), length of each text including the step's tokens.
         lengths_cpu: the same on the host.
         prefilling: (requests,), True while a request computes its prompt; on the host.
-        positions: (tokens,), position of each token in its text, on the device.
+        positions: (tokens,), position of each token in its text.
     """
 
     groups: Sequence[Sequence[Any]]
@@ -36,33 +37,25 @@ class RunnerInputs:
     positions: torch.Tensor
 
 
-class AttentionSubset:
-    """Attention of one step, restricted to a subset of its tokens on call.
-
-    Args:
-        inputs: the model runner's, of the step.
-        context: vLLM's forward context of the step.
-    """
-
-    def __init__(self, inputs: RunnerInputs, context: ForwardContext) -> None:
-        self.inputs = inputs
-        self.context = context
-        self._built: dict[int, SubsetMetadata] = {}
+def subset_attention(inputs: RunnerInputs, context: ForwardContext) -> SubsetAttention:
+    """A function that restricts attention, in a step with this forward context of vLLM, to a subset of its tokens."""
+    known: dict[int, SubsetMetadata] = {}
 
     @contextmanager
-    def __call__(self, subset: TokenSubset) -> Iterator[torch.Tensor]:
-        """Context within which attention sees only the subset's tokens; yields their indices, on the device."""
-        before = self.context.attn_metadata, self.context.slot_mapping
-        if id(subset) not in self._built:
-            self._built[id(subset)] = SubsetMetadata(self.inputs, before[1], subset)
-        built = self._built[id(subset)]
+    def attend(subset: TokenSubset) -> Iterator[torch.Tensor]:
+        before = context.attn_metadata, context.slot_mapping
+        if id(subset) not in known:
+            known[id(subset)] = SubsetMetadata(inputs, before[1], subset)
+        built = known[id(subset)]
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
-        self.context.attn_metadata = ByLayer(lambda name: built.of(name)[0])
-        self.context.slot_mapping = ByLayer(lambda name: built.of(name)[1])
+        context.attn_metadata = ByLayer(lambda name: built.of(name)[0])
+        context.slot_mapping = ByLayer(lambda name: built.of(name)[1])
         try:
             yield built.tokens
         finally:
-            self.context.attn_metadata, self.context.slot_mapping = before
+            context.attn_metadata, context.slot_mapping = before
+
+    return attend
 
 
 class ByLayer(dict[str, Any]):
@@ -83,11 +76,11 @@ class ByLayer(dict[str, Any]):
 
 
 class SubsetMetadata:
-    """Attention metadata and KV-cache slots of a subset of a step's tokens, built once per group of layers."""
+    """Attention metadata and slots, (tokens,) by layer name, of a subset of a step's tokens, once per layer group."""
 
     def __init__(self, inputs: RunnerInputs, slots: Any, subset: TokenSubset) -> None:
         self.inputs = inputs
-        self.slots = slots  # (tokens,) of the whole step, by layer name
+        self.slots = slots
         device = inputs.lengths.device
         requests = torch.from_numpy(subset.requests)
         self.requests = requests.to(device)
@@ -109,21 +102,17 @@ class SubsetMetadata:
             "is_prefilling": inputs.prefilling[requests],
             "positions": inputs.positions[self.tokens] if inputs.positions.ndim == 1 else None,
         }
-        self._groups = {
-            name: (place, group)
-            for place, groups in enumerate(inputs.groups)
-            for group in groups
-            for name in group.layer_names
-        }
-        self._built: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._built: dict[str, tuple[Any, torch.Tensor]] = {}
 
     def of(self, name: str) -> tuple[Any, torch.Tensor]:
         """Metadata and slots, (tokens,), of the layer ``name``."""
-        place, group = self._groups[name]
-        if id(group) not in self._built:
+        if name not in self._built:
+            groups = enumerate(self.inputs.groups)
+            place, group = next((place, group) for place, each in groups for group in each if name in group.layer_names)
             slots = self.slots[name][self.tokens]
             table = self.inputs.block_table(place)[self.requests]
             common = CommonAttentionMetadata(**self.common, block_table_tensor=table, slot_mapping=slots)
             # A fast build: else FlashAttention 3 would write each subset's plan into the buffer of the whole step's.
-            self._built[id(group)] = group.build_metadata(common, fast_build=True), slots
-        return self._built[id(group)]
+            built = group.build_metadata(common, fast_build=True), slots
+            self._built |= dict.fromkeys(group.layer_names, built)
+        return self._built[name]

@@ -6,8 +6,7 @@ arguments look as when it was compiled, but for the number of tokens; elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -28,28 +27,13 @@ class Uncacheable(Exception):
 
 
 class CompiledLayers:
-    """Compiled layers of a model, by layer and by the signature of its arguments.
-
-    Args:
-        options: of the compiler, Inductor.
-    """
+    """Compiled layers of a model, by layer and by the signature of its arguments; ``options`` are Inductor's."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {**options, "freezing": False}  # which takes weights for constants
-        #: By layer and signature.
         self.compiled: dict[tuple[Any, Hashable], Callable[..., Any]] = {}
-        #: By code and look of the inputs.
-        self.graphs: dict[Hashable, Any] = {}
-        self._compiles = False
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Context within which layers are compiled for the arguments that they get."""
-        self._compiles = True
-        try:
-            yield
-        finally:
-            self._compiles = False
+        self.graphs: dict[Hashable, Any] = {}  # by code and look of the inputs
+        self.compiles = False  # whether layers are compiled for the arguments that they get
 
     def run(self, forward: Any, kwargs: Mapping[str, Any], tokens: int) -> Any:
         """Output of ``forward``, a module's bound method, for ``tokens`` tokens."""
@@ -57,7 +41,7 @@ class CompiledLayers:
             key = forward, signature_of(kwargs, tokens)
         except Uncacheable:
             return forward(**kwargs)
-        if self._compiles and key not in self.compiled:
+        if self.compiles and key not in self.compiled:
             self.compiled[key] = self._compile(forward, kwargs, tokens)
         compiled = self.compiled.get(key)
         return forward(**kwargs) if compiled is None else compiled(forward.__self__, **kwargs)
@@ -72,11 +56,8 @@ class CompiledLayers:
 
     def _graph(self, graph: GraphModule, inputs: list[Any], **_: Any) -> Any:
         """Compile a layer's graph once for all layers that have the same: weights are among its inputs."""
-        looks = [
-            (value.dtype, value.device, str(value.shape), str(value.stride())) if isinstance(value, Tensor) else None
-            for value in inputs
-        ]
-        key = graph.code, *looks
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        key = graph.code, *((value.dtype, value.device, str(value.shape), str(value.stride())) for value in tensors)
         has_constants = any(node.op == "get_attr" for node in graph.graph.nodes)
         if has_constants or key not in self.graphs:
             self.graphs[key] = compile_fx(graph, inputs, config_patches=self._options)
@@ -84,12 +65,7 @@ class CompiledLayers:
 
 
 def signature_of(value: Any, tokens: int) -> Hashable:
-    """All that a compiled layer takes for granted about its arguments. Uncacheable: that is not enough.
-
-    Args:
-        value: argument, or tuples, lists and dicts of them.
-        tokens: number of tokens; an axis of as many entries is one of tokens.
-    """
+    """All that a compiled layer takes for granted about arguments for a number of tokens. Uncacheable: not enough."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if shape and shape[axis := token_axis(value)] == tokens:
@@ -114,14 +90,11 @@ class DecodeGraphs:
 
     Args:
         runner: the adapted model runner, whose ``cudagraph_manager`` is patched.
-
-    Attributes:
-        captured: plan of the step whose graph is captured now; None: no graph is.
     """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.captured: StepPlan | None = None
+        self.captured: StepPlan | None = None  # the plan of the step whose graph is captured now
         patch(runner.cudagraph_manager, "capture", self._capture)
         patch(runner.cudagraph_manager, "dispatch", self._dispatch)
         patch(runner.cudagraph_manager, "run_fullgraph", self._replay)
@@ -148,7 +121,6 @@ class DecodeGraphs:
     def _replay(self, original: Any, graph: Any) -> Any:
         plan = self.runner.take_step()
         if plan is not None:
-            if plan.uniform != graph.num_active_loras:
-                raise RuntimeError(f"a graph of layer set {graph.num_active_loras} for a step of {plan.uniform}")
+            assert plan.uniform == graph.num_active_loras, "a graph of other layers than the step's"
             self.runner.skip_context.count(plan, has_run=True)
         return original(graph)

@@ -26,17 +26,15 @@ class StepContext:
 
     Attributes:
         adds_residual: whether the input of a layer that takes a residual is the sum of hidden states and residual.
-        layers: a CompiledLayers, which runs a layer in another way than by its ``forward``; None: plain.
-        steps: number of steps since the start.
-        full_tokens, needed_tokens, run_tokens: layer-tokens (one token in one layer) since the start: of the full
-            model, of the schedules, and those that ran.
+        layers: a CompiledLayers, which runs layers; None: they run as plain Python.
+        full_tokens, run_tokens: layer-tokens since the start, of the full model and those that ran. A layer-token is
+            one token in one layer.
     """
 
     def __init__(self) -> None:
         self.plan: StepPlan | None = None
         self.attention: SubsetAttention | None = None
         self.adds_residual = True
-        self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
         self.layers: Any = None
         self.reset_counters()
 
@@ -47,7 +45,7 @@ class StepContext:
         RuntimeError: the step did not run as planned, as when a compiled graph bypasses the gates.
         """
         expected = self.run_tokens + sum(plan.counts)
-        self.count(plan, has_run=plan.is_full)  # vLLM's graph of the model does not call the gates' counters
+        self.count(plan, has_run=plan.is_full)  # vLLM's graph of the model does not call the gates
         self.plan = plan
         self.attention = attention
         try:
@@ -59,15 +57,13 @@ class StepContext:
 
     def count(self, plan: StepPlan, has_run: bool) -> None:
         """Count a step; ``has_run``: its layers run without their gates."""
-        needed = sum(plan.counts)
         self.full_tokens += plan.tokens * len(plan.counts)
-        self.needed_tokens += needed
-        self.run_tokens += needed if has_run else 0
-        self.steps += 1
+        if has_run:
+            self.run_tokens += sum(plan.counts)
 
     def reset_counters(self) -> None:
         """Set the counters to 0."""
-        self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
+        self.full_tokens = self.run_tokens = 0
 
     def run(self, forward: Callable[..., Any], tokens: int, **kwargs: Any) -> Any:
         """Output of a layer or module for ``tokens`` tokens, compiled where that is possible."""
@@ -99,21 +95,19 @@ class Gate:
         residual = kwargs.get("residual")
         count = plan.counts[self.index]
         if count == 0:
-            return (hidden, residual) if self.has_residual else self._like_output(hidden)
+            return (hidden, residual) if self.has_residual else hidden
         if not plan.is_full:
             context.run_tokens += count
         if count == plan.tokens:
             output = context.run(self.original, count, **kwargs)
-            context.extras = len(output) - 1 if isinstance(output, tuple) else None
+            assert self.has_residual or isinstance(output, Tensor), "a layer that returns more than hidden states"
             return output
         assert context.attention is not None
         with context.attention(plan.subset(self.index)) as tokens:
             output = context.run(self.original, count, **select(kwargs, tokens, plan.tokens))
         axis = hidden.ndim - 2
         if not self.has_residual:
-            context.extras = len(output) - 1 if isinstance(output, tuple) else None
-            ran = output[0] if isinstance(output, tuple) else output
-            return self._like_output(hidden.index_copy(axis, tokens, ran))
+            return hidden.index_copy(axis, tokens, output)
         ran, ran_residual = output
         after = hidden.index_copy(axis, tokens, ran)
         if ran_residual is None:  # model families that add the residual inside the layer
@@ -140,13 +134,9 @@ class Gate:
         if residual is not None:
             kwargs["residual"] = residual.index_fill(axis, tokens, 0)
 
-    def _like_output(self, hidden: Tensor) -> Any:
-        extras = self.context.extras
-        return hidden if extras is None else (hidden, *[None] * extras)
-
 
 def select(value: Any, tokens: Tensor, count: int) -> Any:
-    """Select tokens, by their indices, from every tensor that has ``count`` tokens, also in tuples, lists and dicts."""
+    """Tokens with these indices, of every tensor that has ``count`` tokens, also in tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         return type(value)(select(item, tokens, count) for item in value)
     if isinstance(value, dict):
@@ -196,27 +186,24 @@ def adds_residual(layer: nn.Module, config: Any, device: torch.device) -> bool:
 
     if "residual" not in inspect.signature(layer.forward).parameters:
         return False
-    shape = (2, config.model_config.get_hidden_size())
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(shape, generator=generator).to(device, config.model_config.dtype) for _ in range(3)]
-    hidden, first, second = draws
+    shape = (3, 2, config.model_config.get_hidden_size())
+    draws = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    hidden, first, second = draws.to(device, config.model_config.dtype)
     attentions: list[Any] = [part for part in layer.modules() if isinstance(part, AttentionLayerBase)]
     for attention in attentions:
         attention.forward = lambda query, *args, **kwargs: torch.zeros_like(query)
 
-    def run(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def run(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
         # Fused kernels write into their arguments.
         return layer(positions=torch.arange(2, device=device), hidden_states=hidden.clone(), residual=residual.clone())
 
     with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=2):
-        output = run(hidden, first)
-        other = run(hidden, second)
-        joined = run(hidden + first, torch.zeros_like(first))
+        outputs = [run(hidden, first), run(hidden, second), run(hidden + first, torch.zeros_like(first))]
     for attention in attentions:
         del attention.forward
-    if output[1] is None or torch.equal(output[0], other[0]):
+    if outputs[0][1] is None or torch.equal(outputs[0][0], outputs[1][0]):
         return False
-    difference = output[0] + output[1] - joined[0] - joined[1]
-    if difference.float().norm() <= 0.05 * (joined[0] + joined[1]).float().norm():  # equal, in any dtype
+    apart, _, joined = [(hidden + residual).float() for hidden, residual in outputs]
+    if (apart - joined).norm() <= 0.05 * joined.norm():  # equal, in any dtype
         return True
     raise UnsupportedModel(f"no adapters for {type(layer).__name__} in vLLM: its residual follows no known rule")

@@ -32,16 +32,15 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec(FullAttentionSpec):
-    """KV-cache spec of the full-attention layers in one bucket, which share one list of blocks per request."""
+    """KV-cache spec of full-attention layers that share one list of blocks per request."""
 
     bucket: int = 0
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        if {type(spec) for spec in specs} != {cls} or len({spec.bucket for spec in specs}) > 1:
-            # The error that vLLM expects.
+        if len(set(specs)) > 1:  # the error is the one that vLLM expects
             raise AssertionError("layers of different buckets have blocks of their own")
-        return replace_as(FullAttentionSpec.merge(specs), cls, bucket=specs[0].bucket)
+        return specs[0]
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(isinstance(spec, BucketSpec) and spec.bucket == self.bucket for spec in kv_cache_specs.values())
@@ -56,8 +55,7 @@ def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str
     if not serving.buckets or not full or config.scheduler_config.disable_hybrid_kv_cache_manager:
         logger.info("skipdecode: keys and values of all layers are kept until a request ends")
         return specs
-    count, size = len(serving.buckets), len(serving.buckets[0])
-    logger.info("skipdecode: keys and values are freed as layers retire, in %d buckets of %d layers", count, size)
+    logger.info("skipdecode: keys and values are freed as layers retire, in %d buckets", len(serving.buckets))
     place = {layer: place for place, layers in enumerate(serving.buckets) for layer in layers}
     return {name: replace_as(spec, BucketSpec, bucket=place[extract_layer_index(name)]) for name, spec in specs.items()}
 
@@ -66,14 +64,14 @@ class BucketManager(FullAttentionManager):
     """Manager of one bucket's blocks for all requests."""
 
     #: The first position from which the current request runs none of the bucket's layers.
-    end: float = math.inf
+    end: Any = math.inf
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        return super().get_num_blocks_to_allocate(request_id, self._before_end(num_tokens), *args, **kwargs)
+        return super().get_num_blocks_to_allocate(request_id, min(num_tokens, self.end), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         # Null blocks stand for positions after the end.
-        new = super().allocate_new_blocks(request_id, self._before_end(num_tokens), num_tokens_main_model)
+        new = super().allocate_new_blocks(request_id, min(num_tokens, self.end), num_tokens_main_model)
         blocks = self.req_to_blocks[request_id]
         nulls = [self._null_block] * (-(-num_tokens // self.block_size) - len(blocks))
         blocks.extend(nulls)
@@ -83,10 +81,7 @@ class BucketManager(FullAttentionManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         if processed_computed_tokens >= self.end:
-            self._remove_blocks_in_range(request_id, 0, -(-int(self.end) // self.block_size))
-
-    def _before_end(self, num_tokens: int) -> int:
-        return int(min(num_tokens, self.end))
+            self._remove_blocks_in_range(request_id, 0, -(-self.end // self.block_size))
 
 
 class BucketCoordinator(HybridKVCacheCoordinator):

@@ -44,13 +44,16 @@ class Load:
 
     def record(self, seconds: Sequence[float]) -> None:
         """Record one step: for each new token, the seconds since the previous token of its request."""
-        if seconds:
-            self._steps.append((self._clock(), sum(seconds), len(seconds)))
-            self._forget()
+        if not seconds:
+            return
+        now = self._clock()
+        steps = self._steps  # another thread may put a new one in its place
+        steps.append((now, sum(seconds), len(seconds)))
+        while steps[0][0] < now - WINDOW:
+            steps.popleft()
 
     def token_ms(self) -> float:
-        """Mean milliseconds between tokens over ``WINDOW`` seconds, or of the newest step; 0 before any."""
-        self._forget()
+        """Mean milliseconds between tokens over the ``WINDOW`` seconds before the newest; 0 before any."""
         steps = tuple(self._steps)  # a copy: another thread may record steps meanwhile
         count = sum(tokens for _, _, tokens in steps)
         return 1000 * sum(seconds for _, seconds, _ in steps) / count if count else 0.0
@@ -59,7 +62,7 @@ class Load:
         """Update and return whether the server is under load."""
         waiting, running = self._requests()
         if not waiting and not running:
-            self._steps.clear()
+            self._steps = deque()
         share = RELEASE if self.is_high else 1.0
         measured = zip((waiting, self.token_ms()), self._limits, strict=True)
         self.is_high = any(limit is not None and value > limit * share for value, limit in measured)
@@ -68,8 +71,3 @@ class Load:
     def choose(self, speedup: float) -> float:
         """Speed-up of a request that named none: ``speedup``, or under load the policy's if higher."""
         return max(speedup, self._speedup) if self.refresh() else speedup
-
-    def _forget(self) -> None:
-        now = self._clock()
-        while len(self._steps) > 1 and self._steps[0][0] < now - WINDOW:
-            self._steps.popleft()

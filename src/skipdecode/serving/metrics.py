@@ -17,7 +17,7 @@ LABELS = ("model_name", "speedup")
 
 
 class RequestMetrics:
-    """Metrics of the requests of one API server, whose model has the name ``model_name``, and its load policy."""
+    """Metrics of one API server's requests, and its load policy."""
 
     def __init__(self, serving: Serving, model_name: str) -> None:
         self.serving = serving
@@ -84,14 +84,14 @@ class RequestMetrics:
         if self.load is not None:
             metrics["token_ms"].labels(self.model_name).set(self.load.token_ms())  # refresh may reset it
             metrics["load"].labels(self.model_name).set(self.load.refresh())
-        if state.stats is None:
+        times = state.stats
+        if times is None:
             return
-        state.stats.skipdecode = {"speedup": own["speedup"], "moved": own["moved"]} | counts
+        times.skipdecode = {"speedup": own["speedup"], "moved": own["moved"]} | counts
         if new:
-            metrics["first"].labels(*labels).observe(state.stats.first_token_latency)
+            metrics["first"].labels(*labels).observe(times.first_token_latency)
         if new > 1:
-            seconds = state.stats.last_token_ts - state.stats.first_token_ts
-            metrics["between"].labels(*labels).observe(seconds / (new - 1))
+            metrics["between"].labels(*labels).observe((times.last_token_ts - times.first_token_ts) / (new - 1))
 
 
 def token_times(load: Load) -> Any:
@@ -135,6 +135,9 @@ def _prometheus() -> dict[str, Any]:
     """Prometheus metrics, made once per process, after vLLM has set where several servers merge theirs."""
     from prometheus_client import Counter, Gauge, Histogram
 
+    def counter(name: str, text: str, *more: str) -> Any:
+        return Counter(f"skipdecode_{name}", text, (*LABELS, *more))
+
     def seconds(name: str, text: str, least: float, factor: float) -> Any:
         buckets = [least * factor**place for place in range(18)]
         return Histogram(f"skipdecode_{name}_seconds", text, LABELS, buckets=buckets)
@@ -142,13 +145,12 @@ def _prometheus() -> dict[str, Any]:
     def gauge(name: str, text: str, mode: Any) -> Any:
         return Gauge(f"skipdecode_{name}", text, ["model_name"], multiprocess_mode=mode)
 
-    of_phase = (*LABELS, "phase")
     return {
-        "requests": Counter("skipdecode_requests", "Requests that ended.", (*LABELS, "finished_reason")),
-        "tokens": Counter("skipdecode_generation_tokens", "Tokens of requests that ended.", LABELS),
-        "moved": Counter("skipdecode_moved_requests", "Requests that the load policy made faster.", LABELS),
-        "layer_tokens": Counter("skipdecode_layer_tokens", "Tokens times layers that ran.", of_phase),
-        "full_layer_tokens": Counter("skipdecode_full_layer_tokens", "The same of the full model.", of_phase),
+        "requests": counter("requests", "Requests that ended.", "finished_reason"),
+        "tokens": counter("generation_tokens", "Tokens of requests that ended."),
+        "moved": counter("moved_requests", "Requests that the load policy made faster."),
+        "layer_tokens": counter("layer_tokens", "Tokens times layers that ran.", "phase"),
+        "full_layer_tokens": counter("full_layer_tokens", "The same of the full model.", "phase"),
         "first": seconds("time_to_first_token", "Time to first token, of requests that ended.", 0.01, 1.7),
         "between": seconds("inter_token", "Mean time between tokens of each request that ended.", 0.002, 1.5),
         "load": gauge("under_load", "API servers under load.", "livesum"),

@@ -8,13 +8,7 @@ from typing import Any
 
 
 def patch(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Make ``owner.name(…)`` call ``ours(original, …)``; a second call changes nothing.
-
-    Args:
-        owner: a module, class or instance.
-        name: of its function or method. Of a class, the arguments after ``original`` begin with ``self``.
-        ours: the function that is called instead.
-    """
+    """Make ``owner.name(…)``, of a module, class or instance, call ``ours(original, …)``; once is enough."""
     original = getattr(owner, name)
     if hasattr(original, "skipdecode") and name in vars(owner):
         return

@@ -1,13 +1,6 @@
 """Patches of vLLM. :func:`register` is an entry point of ``vllm.general_plugins``: every process of vLLM calls it.
 
-Each patch calls the original, and does nothing else for a model without schedules:
-
-- the platform's ``check_and_update_config`` refuses options that are not exact, and chooses CUDA graphs;
-- ``WorkerWrapperBase.init_device`` adapts the model runner;
-- ``InputProcessor.process_inputs`` checks a request's speed-up, and may increase it under load;
-- ``AsyncLLM.__init__`` follows requests to their end, and reads speed-ups in models' names;
-- ``generate_block_hash_extra_keys`` adds depths to the hashes of prefix-cache blocks;
-- ``KVCacheManager.__init__`` installs our block manager if the worker put layers into buckets.
+Each patch calls the original, and does nothing else for a model without schedules.
 """
 
 from __future__ import annotations
@@ -17,7 +10,7 @@ from typing import Any
 from ..errors import ScheduleError
 from .patch import patch
 from .requests import assign_speedup, bad_request, block_keys
-from .settings import Serving, is_tested, prepare_config, serving_of
+from .settings import is_tested, prepare_config, serving_of
 
 
 def register() -> None:
@@ -43,6 +36,7 @@ def register() -> None:
 
 
 def _check_config(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse options that are not exact, and choose CUDA graphs."""
     import vllm
 
     original(vllm_config, *args, **kwargs)
@@ -52,6 +46,7 @@ def _check_config(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) ->
 
 
 def _init_device(original: Any, wrapper: Any) -> None:
+    """Adapt the model runner."""
     original(wrapper)
     serving = serving_of(wrapper.vllm_config)
     if serving is not None:
@@ -61,7 +56,10 @@ def _init_device(original: Any, wrapper: Any) -> None:
 
 
 def _process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    serving = _serving(self)
+    """Check a request's speed-up, and increase it under load."""
+    if "skipdecode" not in vars(self):
+        self.skipdecode = serving_of(self.vllm_config)
+    serving = self.skipdecode
     request = original(self, *args, **kwargs)
     if serving is not None and request.sampling_params is not None:
         with bad_request():
@@ -75,6 +73,7 @@ def _process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Follow requests to their end, and read speed-ups in models' names."""
     serving = serving_of(vllm_config)
     if serving is None:
         return original(self, vllm_config, *args, **kwargs)
@@ -87,20 +86,15 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
     metrics.follow(self)
 
 
-def _serving(input_processor: Any) -> Serving | None:
-    """Settings of the input processor's engine; None: its model runs without schedules."""
-    if "skipdecode" not in vars(input_processor):
-        input_processor.skipdecode = serving_of(input_processor.vllm_config)
-    return input_processor.skipdecode
-
-
 def _block_hash_extra_keys(original: Any, request: Any, start: int, end: int, start_mm_idx: int) -> Any:
+    """Add depths to the hashes of prefix-cache blocks."""
     keys, index = original(request, start, end, start_mm_idx)
     own = block_keys(request, start, end)
     return ((*(keys or ()), *own) if own else keys), index
 
 
 def _init_manager(original: Any, self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Install our block manager if the worker put layers into buckets."""
     original(self, kv_cache_config, *args, **kwargs)
     if any(hasattr(group.kv_cache_spec, "bucket") for group in kv_cache_config.kv_cache_groups):
         from .kv_blocks import adopt

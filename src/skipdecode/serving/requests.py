@@ -33,7 +33,7 @@ def apply_model_name(params: Any, name: str | None) -> None:
 
 
 def requested_speedup(params: Any, serving: Serving) -> float | None:
-    """Speed-up that a request names, None for none. ScheduleError: the server does not offer it."""
+    """Speed-up that a request names; None: it names none. ScheduleError: the server does not offer it."""
     speedup = (params.extra_args or {}).get(SPEEDUP)
     return None if speedup is None else serving.check_speedup(speedup)
 
@@ -60,15 +60,14 @@ def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> N
 
     ScheduleError: the server does not offer the speed-up.
     """
-    speedup = requested_speedup(params, serving)
-    moved = False
-    if speedup is None:
-        speedup = serving.default if load is None else load.choose(serving.default)
-        moved = speedup != serving.default
+    requested = requested_speedup(params, serving)
+    speedup = serving.default if requested is None else requested
+    if requested is None and load is not None:
+        speedup = load.choose(speedup)
     schedule = serving.schedules[speedup]
     own = {
         "speedup": speedup,
-        "moved": moved,
+        "moved": requested is None and speedup != serving.default,
         "ends": serving.ends[speedup],
         # What keys and values depend on: the prompt's layers, prompt_decay, and the schedule's speed-up.
         "prompt": str(schedule.layers(schedule.deepest)),

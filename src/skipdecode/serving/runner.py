@@ -6,8 +6,9 @@ An adapter is a mixin before the class of vLLM's runner, so each serves every ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
-from ..model.adapter import Adapter, check_base_files, read_adapter
-from .attention import AttentionSubset, RunnerInputs
+from ..model.adapter import check_base_files, read_adapter
+from .attention import RunnerInputs, subset_attention
 from .compile import CompiledLayers, DecodeGraphs
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
@@ -32,7 +33,6 @@ from .steps import DepthTable, DepthTables, StepPlan
 Runner: Any = object
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
 #: Tokens of the dry runs in which layers are compiled.
 TOKENS = 8
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
@@ -70,22 +70,20 @@ class SkipRunner(Runner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         serving = self.skip_serving
-        self.skip_tables = DepthTables(serving.schedules, self._load_adapter())
-        last = decoder_layers(self.model, serving.num_layers)[-1]
-        sums = serving.adapter is None or adds_residual(last, self.vllm_config, self.device)
+        adapter = None
+        sums = True
+        if serving.adapter is not None:
+            checkpoint = Checkpoint.resolve(self.model_config.model, revision=self.model_config.revision)
+            check_base_files(serving.adapter, checkpoint.folder)
+            adapter = read_adapter(serving.adapter).to(self.device, self.model_config.dtype).requires_grad_(False)
+            last = decoder_layers(self.model, serving.num_layers)[-1]
+            sums = adds_residual(last, self.vllm_config, self.device)
+        self.skip_tables = DepthTables(serving.schedules, adapter)
         self.skip_context = add_gates(self.model, serving.num_layers)
         self.skip_context.adds_residual = sums
         config = self.vllm_config.compilation_config
         if len(self.skip_tables.uniform) > 1 and config.backend == "inductor" and has_compiled_submodule(self.model):
             self.skip_context.layers = CompiledLayers(config.inductor_compile_config)
-
-    def _load_adapter(self) -> Adapter | None:
-        folder = self.skip_serving.adapter
-        if folder is None:
-            return None
-        checkpoint = Checkpoint.resolve(self.model_config.model, revision=self.model_config.revision)
-        check_base_files(folder, checkpoint.folder)
-        return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()
@@ -98,7 +96,7 @@ class SkipRunner(Runner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        for group in (group for groups in self.attn_groups for group in groups):
+        for group in chain.from_iterable(self.attn_groups):
             name = group.backend.get_name()
             if name not in ATTENTION:
                 raise UnsupportedModel(f"attention by {name} keeps a step's metadata to itself: {', '.join(ATTENTION)}")
@@ -106,56 +104,48 @@ class SkipRunner(Runner):
                 raise UnsupportedModel(f"attention by {name} needs --block-size {group.kernel_block_size}")
 
     def layer_tokens(self) -> dict[str, int]:
-        """Layer-tokens since the start: those of the full model, those that schedules need, those that ran."""
-        context = self.skip_context
-        return {"full": context.full_tokens, "needed": context.needed_tokens, "run": context.run_tokens}
+        """Layer-tokens since the start, of the full model and those that ran."""
+        return {"full": self.skip_context.full_tokens, "run": self.skip_context.run_tokens}
 
     def compile_layers(self) -> None:
         """Compile the layers for steps that skip, if vLLM compiles the model: run each uniform step once."""
         layers = self.skip_context.layers
         if layers is None:
             return
-        try:
-            for place in range(len(self.skip_tables.uniform)):
-                self._rehearse(self.skip_tables.uniform_step(place, min(TOKENS, self.max_num_tokens)), layers)
-        except Exception as error:  # the compiler has many
-            self.skip_context.layers = None
-            logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
-        self.skip_context.reset_counters()
-
-    def _rehearse(self, plan: StepPlan, layers: CompiledLayers) -> None:
         forward = self.model.forward
+        tokens = min(TOKENS, self.max_num_tokens)
 
         def planned(*args: Any, **kwargs: Any) -> Any:
             disable_graphs(get_forward_context())
-            with self.skip_context.following(plan, None), layers.compiling():
+            with self.skip_context.following(plan, None):
                 return forward(*args, **kwargs)
 
         self.model.forward = planned
+        layers.compiles = True
         try:
-            self.dry_run(plan.tokens)
-        finally:
-            self.model.forward = forward
+            for place in range(len(self.skip_tables.uniform)):
+                plan = self.skip_tables.uniform_step(place, tokens)
+                self.dry_run(tokens)
+        except Exception as error:  # the compiler has many
+            self.skip_context.layers = None
+            logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
+        self.model.forward = forward
+        layers.compiles = False
+        self.skip_context.reset_counters()
 
     def dry_run(self, tokens: int) -> None:
         """Run the model on ``tokens`` tokens of no text."""
         self._dummy_run(tokens)
 
     @contextmanager
-    def following(self, plan: StepPlan, positions: Any, inputs: Callable[[], RunnerInputs]) -> Iterator[None]:
-        """Context within which the model runs a step as planned; needs vLLM's forward context.
-
-        Args:
-            plan: of the step.
-            positions: (…, tokens), position of each token in its text.
-            inputs: returns the runner's inputs of the step; not called for a uniform step.
-        """
+    def following(self, plan: StepPlan, positions: Any) -> Iterator[None]:
+        """Context within which the model runs a step, whose tokens have these positions, (…, tokens), as planned."""
         assert positions.shape[-1] == plan.tokens, "the step has other tokens than were planned"
         attention = None
         if not plan.is_full:
             context = get_forward_context()
             disable_graphs(context)
-            attention = AttentionSubset(inputs(), context) if plan.uniform is None else None
+            attention = subset_attention(self._inputs(), context) if plan.uniform is None else None
         with self.skip_context.following(plan, attention):
             yield
 
@@ -170,25 +160,20 @@ class SkipRunnerV1(SkipRunner):
         count = batch.num_reqs
         tables = [self.skip_tables.of(speedup_of(self.requests[name].sampling_params)) for name in batch.req_ids]
         counts = np.diff(self.query_start_loc.np[: count + 1])
-        plan = self.skip_tables.step(
-            tables, counts, batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
-        )
-        with self.following(plan, positions, self._inputs):
+        computed = batch.num_computed_tokens_cpu[:count]
+        plan = self.skip_tables.step(tables, counts, computed, batch.num_prompt_tokens[:count])
+        with self.following(plan, positions):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM discards the sample of a request whose prompt is not complete, and rewinds its generator. A CPU's cannot
         # rewind, and vLLM would crash: so such generators are put aside.
         generators = self.input_batch.generators
         discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
-        self.skip_generators = {row: generators.pop(row) for row in discarded if row in generators}
-        return super()._sample(*args, **kwargs)
-
-    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super()._bookkeeping_sync(*args, **kwargs)
-        finally:
-            self.input_batch.generators.update(self.skip_generators)
+        aside = {row: generators.pop(row) for row in discarded if row in generators}
+        output = super().sample_tokens(*args, **kwargs)
+        generators.update(aside)
+        return output
 
     def _inputs(self) -> RunnerInputs:
         batch = self.input_batch
@@ -212,7 +197,7 @@ class SkipRunnerV2(SkipRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.skip_requests: dict[str, DepthTable] = {}
-        self.skip_step: StepPlan | None = None  # the plan of the step that the model runs next; None: a dry run
+        self.skip_step: StepPlan | None = None  # of the step that the model runs next; None: a dry run
         self.skip_batch: tuple[Any, Any] = (None, None)  # its batch and block tables
         self.skip_graphs: DecodeGraphs | None = None
         self.lora_capture_cases = list(range(len(self.skip_tables.uniform)))
@@ -268,7 +253,7 @@ class SkipRunnerV2(SkipRunner):
         plan = (self.skip_graphs and self.skip_graphs.captured) or self.take_step()
         if plan is None:
             return original(*args, **kwargs)
-        with self.following(plan, kwargs["positions"], self._inputs):
+        with self.following(plan, kwargs["positions"]):
             return original(*args, **kwargs)
 
     def _inputs(self) -> RunnerInputs:

