@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of child processes too: a second thread only spins
 
 from helpers import interpreted
 
@@ -19,19 +19,12 @@ if interpreted.V2 and not interpreted.GPU:
 
 import pytest
 
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--update-golden`` writes tests/golden/ anew."""
-    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing")
-
 
 def pytest_collection() -> None:
     """Before the tests are read. With pytest-xdist this is in its workers only: their parent needs none of it.
 
     One thread: the models are tiny, and a second thread only spins while it waits for the next tiny kernel. Hypothesis
-    takes the same examples at every run, however long each takes: chance is for `make torture`.
+    takes the same examples at every run, however long each takes.
     """
     import hypothesis
     import torch
@@ -70,27 +63,6 @@ def _seed() -> None:
     import torch
 
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def stemmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROUGE stems each of the few thousand words of a data set once, not at each of its 131,000 places."""
-    stemmer = pytest.importorskip("nltk.stem.porter").PorterStemmer
-    monkeypatch.setattr(stemmer, "stem", functools.cache(stemmer.stem))
-
-
-@pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden(name, text)``: the text is that of tests/golden/NAME, but for spaces at the ends of lines."""
-
-    def compare(name: str, text: str) -> None:
-        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-        if request.config.getoption("--update-golden"):
-            (GOLDEN / name).write_text(text, encoding="utf-8")
-        expected = (GOLDEN / name).read_text(encoding="utf-8")
-        assert text == expected, f"tests/golden/{name} says otherwise: if that is meant, pytest --update-golden"
-
-    return compare
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

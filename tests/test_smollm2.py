@@ -16,7 +16,6 @@ from skipdecode.data.chat import Prompt, parse_messages
 from skipdecode.data.collator import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.evaluation.divergence import divergence
-from skipdecode.files import read_json
 from skipdecode.model.adapter import read_schedules
 from skipdecode.model.cache import SkipCache
 from skipdecode.model.cache_name import CACHE
@@ -94,7 +93,8 @@ def test_it_talks_at_its_speeds() -> None:
 
 def test_the_figures_of_the_table_are_what_this_code_gives() -> None:
     """README's distances, of the texts that are kept with them."""
-    rows = {row["target"]: row for row in map(read_json, (RESULTS / "rows").glob("*.json"))}
+    _, *lines = (RESULTS / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {row["target"]: row for row in map(json.loads, lines)}
     lines = (RESULTS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     asked = [parse_messages(json.loads(line)["messages"]) for line in lines]
     written = [Example(prompt, (text,)) for prompt, text in zip(asked, rows[1]["texts"], strict=True)]

@@ -171,7 +171,7 @@ def test_rows_of_other_settings_are_refused_and_kept(
 ) -> None:
     """Said before a model is loaded."""
     before = {path: path.read_bytes() for path in copied.iterdir()}
-    other = save_checkpoint(tmp_path / "other")
+    other = save_checkpoint(tmp_path / "other", positions=64)
     common = ("--data", data, "--output", copied, *FEW, "--speedups", "2")
     for command in (
         ("evaluate", checkpoint, *common, "--max-new-tokens", 11),

@@ -7,13 +7,12 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import typer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -153,15 +152,3 @@ def run(*arguments: object, stdin: bytes = b"", program: Callable[[], object] = 
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return Done(code, out.getvalue(), err.getvalue())
-
-
-@contextlib.contextmanager
-def no_file_above(size: int) -> Iterator[None]:
-    """The system lets this process write no more than ``size`` bytes to a file, as a full disk would."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
