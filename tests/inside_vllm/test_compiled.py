@@ -74,7 +74,8 @@ def test_a_skipped_layer_calls_no_attention(
     serve(compiled, requests_of(demo_prompts(reference), 8, seed=2, speedups=(5.0,), most=24))
     called = sum(map(len, calls))
     assert called == sum(expected)
-    assert 0 < called < len(attentions) * len(expected) / 3
+    assert max(expected) == len(attentions)  # prompts
+    assert 0 < min(expected) < len(attentions) / 3
 
 
 def test_every_layer_is_compiled_once_for_all(compiled: Any) -> None:
