@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from skipdecode import Schedule, generate, load
 from skipdecode.data.tokenize import encode_prompts
 from skipdecode.errors import ModelError
-from skipdecode.web.play import TokenStream, draw_layers, launch, mark_differences, page, side_by_side
+from skipdecode.web.play import TokenStream, launch, mark_differences, page, side_by_side
 
 PROMPT = "name Zizzi, food English, area riverside ->"
 NEW = 24
@@ -85,9 +85,9 @@ def test_nan_never_becomes_a_token(demo: tuple[Any, Any]) -> None:
 @pytest.mark.slow
 def test_the_page_shows_what_generate_generates(demo: tuple[Any, Any], address: str) -> None:
     shown = Client(address, verbose=False).predict(PROMPT, False, NEW, api_name="/generate")
-    assert [visible(html) for html in shown[::3]] == expected(demo)
+    assert [visible(html) for html in shown[::2]] == expected(demo)
     assert "24.0 of 24 layers" in visible(shown[1])
-    assert "8.0 of 24 layers" in visible(shown[4])
+    assert "8.0 of 24 layers" in visible(shown[3])
 
 
 @pytest.mark.slow
@@ -149,12 +149,3 @@ def test_words_are_marked_that_the_reference_lacks(text: str, reference: str, ma
 def test_words_beyond_an_unfinished_reference_are_not_marked() -> None:
     assert "<mark>" not in mark_differences("a b c d", "a b", finished=False)
     assert "<mark>" in mark_differences("a b c d", "a b", finished=True)
-
-
-def test_the_picture_has_a_box_for_each_layer_that_ran() -> None:
-    schedule = Schedule(24, 16, 8, 12)
-    depths = [schedule.depth(g) for g in range(20)]
-    svg = draw_layers(schedule, 10, depths, 30)
-    area = sum(float(w) for w in re.findall(r'class="step"[^>]*width="([\d.]+)"', svg))
-    assert area == sum(depths)
-    assert svg.count('class="prompt"') == 24

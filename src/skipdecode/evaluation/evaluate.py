@@ -85,23 +85,14 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model at one speed: a row of the table.
+    """A model at one speed: a row of the table."""
 
-    Attributes:
-        key: unique name of the row.
-        checkpoint: the model.
-        method: name of the method; ``calm`` finds its threshold when it is measured.
-        speedup: target, in layers.
-        schedule: which layers run; None: all of them, or CALM.
-        label: name in tables.
-    """
-
-    key: str
+    key: str  #: Unique name of the row.
     checkpoint: Checkpoint
-    method: str
-    speedup: float
-    schedule: Schedule | None
-    label: str
+    method: str  #: ``calm`` finds its threshold when it is measured.
+    speedup: float  #: Target, in layers.
+    schedule: Schedule | None  #: Which layers run; None: all of them, or CALM.
+    label: str  #: Name in tables.
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -113,15 +104,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an evaluation.
+    """Results of an evaluation."""
 
-    Attributes:
-        rows: one per variant, the full model first, with the keys of ``table.json`` and the texts.
-        about: notes below the tables on how they were measured.
-    """
-
-    rows: list[dict[str, Any]]
-    about: dict[str, str]
+    rows: list[dict[str, Any]]  #: One per variant, the full model first, with the keys of ``table.json`` and the texts.
+    about: dict[str, str]  #: Notes below the tables on how they were measured.
 
 
 def evaluate(

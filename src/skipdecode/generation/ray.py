@@ -72,11 +72,7 @@ def generate_on_ray(
 
 
 def cpus_per_worker(nodes: Sequence[Mapping[str, float]], workers: int, on_gpu: bool = False) -> int:
-    """Most CPUs that each worker can have on one node, beside a GPU of its own if any; 0: some would find no room.
-
-    Args:
-        nodes: resources of each node, by Ray's names.
-    """
+    """Most CPUs that each worker can have on one node, beside a GPU of its own if any; 0: some would find no room."""
     most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
     for cpus in range(most, 0, -1):
         rooms = [min(node.get("CPU", 0) // cpus, node.get("GPU", 0) if on_gpu else workers) for node in nodes]

@@ -36,21 +36,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a schedule takes on a workload, and the full model's figures divided by its own.
-
-    Attributes:
-        schedule: the schedule.
-        layers: mean layers of a decode step.
-        step_seconds: mean seconds of a decode step.
-        seconds: seconds of the batch, prompt included.
-        speedups: by the names in :data:`COUNTS`.
-    """
+    """What a schedule takes on a workload, and the full model's figures divided by its own."""
 
     schedule: Schedule
-    layers: float
-    step_seconds: float
-    seconds: float
-    speedups: Mapping[str, float]
+    layers: float  #: Mean of a decode step.
+    step_seconds: float  #: Mean of a decode step.
+    seconds: float  #: Of the batch, prompt included.
+    speedups: Mapping[str, float]  #: By the names in :data:`COUNTS`.
 
 
 def predict(profile: Profile, schedule: Schedule, work: Workload) -> Prediction:

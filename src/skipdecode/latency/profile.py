@@ -31,35 +31,21 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Cell:
-    """Measured seconds of a batch's prompt pass or decode step.
+    """Measured seconds of a batch's prompt pass or decode step."""
 
-    Attributes:
-        batch_size: number of sequences.
-        length: positions of the prompt, or positions that the step attends to.
-        depth: layers that run; a mean over the positions of a prompt.
-        seconds: the fastest of several rounds.
-    """
-
-    batch_size: int
-    length: int
-    depth: float
-    seconds: float
+    batch_size: int  #: Number of sequences.
+    length: int  #: Positions of the prompt, or positions that the step attends to.
+    depth: float  #: Layers that run; a mean over the positions of a prompt.
+    seconds: float  #: The fastest of several rounds.
 
 
 @dataclass
 class Profile:
-    """Measurements of a model on a machine.
-
-    Attributes:
-        model: name of the model.
-        machine: processor, threads and library versions, as :func:`skipdecode.loading.device.machine` describes them.
-        settings: what else decides the speed: dtype, device, quantization, the adapter.
-        prompts, steps: measured prompt passes and decode steps.
-    """
+    """Measured prompt passes and decode steps of a model on a machine."""
 
     model: str
-    machine: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    machine: str  #: As :func:`skipdecode.loading.device.machine` describes it.
+    settings: dict[str, Any] = field(default_factory=dict)  #: What else decides the speed: dtype, the adapter.
     prompts: list[Cell] = field(default_factory=list)
     steps: list[Cell] = field(default_factory=list)
 

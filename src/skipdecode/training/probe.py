@@ -28,19 +28,12 @@ from .self_generated import Say, log, self_generate
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of layers at one speed-up.
+    """One choice of layers at one speed-up."""
 
-    Attributes:
-        speedup: the requested one; ``schedule`` has the nearest depth in whole layers.
-        schedule: the layers, the same at every step.
-        skipped: divergence with nothing in place of skipped layers.
-        bypassed: divergence with low-rank bypasses, fitted in closed form to other texts.
-    """
-
-    speedup: float
+    speedup: float  #: The requested one; ``schedule`` has the nearest depth in whole layers.
     schedule: Schedule
-    skipped: Divergence
-    bypassed: Divergence
+    skipped: Divergence  #: With nothing in place of skipped layers.
+    bypassed: Divergence  #: With low-rank bypasses, fitted in closed form to other texts.
 
 
 def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:

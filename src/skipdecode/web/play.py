@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from html import escape
-from itertools import groupby
 from typing import Any
 
 import gradio as gr
@@ -29,17 +28,10 @@ MAX_CHARACTERS = 8000
 MAX_NEW_TOKENS = 512
 #: Seconds between two updates of the page.
 REFRESH = 0.15
-#: Size of the layer picture in its own units: height of a layer, width of the prompt.
-LAYER = 4
-PROMPT = 24
 STYLE = """
 .text {white-space: pre-wrap; overflow-wrap: anywhere; min-height: 6em; line-height: 1.5}
 .text mark {background: #ffd54d; color: #222; border-radius: 2px}
 .figures {display: flex; flex-wrap: wrap; gap: .2em 1.2em; font-variant-numeric: tabular-nums; font-size: .9em}
-.layers svg {width: 100%; height: 110px; display: block}
-.layers .all {fill: currentColor; opacity: .08}
-.layers .prompt {fill: currentColor; opacity: .35}
-.layers .step {fill: #2a7de1}
 """
 
 
@@ -123,31 +115,8 @@ def mark_differences(text: str, reference: str, finished: bool) -> str:
     return html + escape("".join(words[compared:]))
 
 
-def draw_layers(schedule: Schedule, prompt_length: int, depths: Sequence[int], max_steps: int) -> str:
-    """SVG of the layers, lowest at the bottom, that the prompt and each decode step ran."""
-    layers = schedule.num_layers
-    width = PROMPT + 2 + max(max_steps, 1)
-    ran = schedule.positions_per_layer(prompt_length, prompt_length)
-
-    def box(x: float, layer: int, width: float, kind: str) -> str:
-        y = (layers - layer - 1) * LAYER
-        return f'<rect class="{kind}" x="{x:g}" y="{y}" width="{width:g}" height="{LAYER}"/>'
-
-    boxes = [box(0, layer, PROMPT * ran[layer] / prompt_length, "prompt") for layer in range(layers)]
-    start = PROMPT + 2
-    for depth, steps in groupby(depths):
-        count = len([*steps])
-        boxes += [box(start, layer, count, "step") for layer in schedule.layers(depth)]
-        start += count
-    label = f"layers run by the prompt and {len(depths)} decode steps, of {layers}"
-    return (
-        f'<svg viewBox="0 0 {width} {layers * LAYER}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f'<rect class="all" width="{width}" height="{layers * LAYER}"/>{"".join(boxes)}</svg>'
-    )
-
-
-def render(output: TokenStream, first: TokenStream, text: str, reference: str, max_new_tokens: int) -> list[str]:
-    """HTML of one output: its text, its figures and its layers."""
+def render(output: TokenStream, first: TokenStream, text: str, reference: str) -> list[str]:
+    """HTML of one output: its text and its figures."""
     depths = output.cache.step_depths
     layers = output.schedule.num_layers
     depth = sum(depths) / len(depths) if depths else layers
@@ -159,11 +128,9 @@ def render(output: TokenStream, first: TokenStream, text: str, reference: str, m
         f"KV cache {total_kv_bytes(output.cache) / 1e6:.1f} MB",
     )
     spans = "".join(f"<span>{each}</span>" for each in figures)
-    picture = draw_layers(output.schedule, output.prompt_length, depths, max_new_tokens - 1)
     return [
         f'<div class="text">{mark_differences(text, reference, first.done)}</div>',
         f'<div class="figures">{spans}</div>',
-        f'<div class="layers">{picture}</div>',
     ]
 
 
@@ -194,7 +161,7 @@ def page(
             outputs = [TokenStream(model, ids, schedule, **options) for schedule in schedules.values()]
             for _ in side_by_side(outputs, length, machine):
                 texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in outputs]
-                rows = [render(o, outputs[0], text, texts[0], length) for o, text in zip(outputs, texts, strict=True)]
+                rows = [render(o, outputs[0], text, texts[0]) for o, text in zip(outputs, texts, strict=True)]
                 yield [html for row in rows for html in row]
         except SkipDecodeError as error:
             raise gr.Error(str(error), print_exception=False) from None
@@ -213,10 +180,10 @@ def page(
             for speed in speeds:
                 with gr.Column(min_width=280):
                     gr.Markdown(f"### {speed}")
-                    outputs += [gr.HTML(), gr.HTML(), gr.HTML()]
+                    outputs += [gr.HTML(), gr.HTML()]
         gr.Markdown(
             f"Marked: words that {speeds[0]} did not generate. The speeds take turns, so tokens per second are what "
-            "each would have alone. Pictures: layers against positions; grey is the prompt, blue each new token."
+            "each would have alone."
         )
         inputs: list[Any] = [prompt, as_message, length]
         running = start.click(
