@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import skipdecode
-from helpers.families import LAYERS, SCHEDULES, TOP, build
+from helpers.families import LAYERS, SCHEDULES, build
 from helpers.tiny import TEXTS, WORDS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach
 
@@ -101,14 +101,6 @@ def test_a_schedule_is_decoding_token_by_token(name: str, schedule: str, checkpo
     answers = score(lm, requests)
     same(answers, [by_hand(lm.model, lm.schedule, *request[1:])[:2] for request in requests], 1e-4)
     assert answers[-1][1]
-
-
-def test_the_split_matters_where_the_text_is_the_same(checkpoint: Path) -> None:
-    """Contexts must not share a pass as they may at full depth: the prompt ends elsewhere."""
-    lm = wrap(SkipLM, build("opt"), checkpoint, schedule=TOP, batch_size=4)
-    text = tokens(lm.model, TOP)[1][1] + tokens(lm.model, TOP)[1][2]
-    answers = score(lm, [(None, text[:n], text[n:]) for n in (2, 9)])
-    same(answers, [by_hand(lm.model, TOP, text[:n], text[n:])[:2] for n in (2, 9)], 1e-4)
 
 
 def test_texts_and_empty_contexts(checkpoint: Path) -> None:

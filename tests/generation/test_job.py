@@ -256,22 +256,6 @@ def test_a_killed_job_does_only_the_rest(tiny: Checkpoint, tmp_path: Path, echo:
     assert names(tmp_path) == ["whole.jsonl"]
 
 
-def test_a_kill_may_cut_the_progress_anywhere(tiny: Checkpoint, tmp_path: Path, echo: Any) -> None:
-    """Whatever bytes of it are on the disk: the whole batches among them are kept, the others generated."""
-    expected = job_of(tiny, tmp_path / "whole.jsonl").run().jsonl
-    target, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    with suppress(Killed):
-        job_of(tiny, target).run(on_batch=killed_after(4))
-    data = partial.read_bytes()
-    for cut in (0, 1, *range(2, len(data), 61), len(data) - 1, len(data)):
-        partial.write_bytes(data[:cut])
-        echo.clear()
-        assert job_of(tiny, target).run().jsonl == target.read_text() == expected
-        assert len(echo) == 4 - max(data[:cut].count(b"\n") - 1, 0)
-        assert names(tmp_path) == ["out.jsonl", "whole.jsonl"]
-        target.unlink()
-
-
 class Breaker:
     """Kills a job at the ``last`` change that it makes to the disk, before or after the change."""
 

@@ -220,26 +220,6 @@ def test_a_model_with_replaced_weights_is_neither_saved_nor_trained(options: dic
     assert not model(prompts()["input_ids"]).logits.requires_grad
 
 
-def test_a_compiled_model_leaves_its_graph_at_these_products(options: dict[str, Any]) -> None:
-    """torch.compile traces none of them: inductor would fail on weights that are no constants."""
-    kind = linear_class(options.get("quantization"), options.get("prepack", False), "cpu")
-    traced: list[str] = []
-    assert kind is not None
-    module, x = kind(torch.randn(16, 16), None), torch.randn(4, 16)
-
-    def backend(graph: Any, _: Any) -> Any:
-        traced.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    def around(x: Tensor) -> Tensor:
-        return module(x + 1) * 2
-
-    assert torch.equal(torch.compile(around, backend=backend)(x), around(x))
-    assert traced
-    assert not any("linear" in target for target in traced)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("quantization", "prepack", "device", "match"),
     [

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import SkipBatchSampler
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import BatchSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 import skipdecode
 from helpers.tiny import EXAMPLES
 from skipdecode import Schedule, SkipCache
 from skipdecode.data.collator import Collator, encoded
-from skipdecode.model.attach import teacher_forced
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.inspect import decoder_layers, gates_of
-from skipdecode.training import callback
+from skipdecode.model.inspect import decoder_layers
 from skipdecode.training.config import TrainConfig
-from skipdecode.training.losses import Distillation, Objective
-from skipdecode.training.trainer import EpochSampler, SkipTrainer
+from skipdecode.training.losses import Objective
+from skipdecode.training.trainer import SkipTrainer
 
 #: Of the prompt: all layers, as many as the first step runs, and a number in between that falls.
 PROMPTS: list[dict[str, Any]] = [{}, {"prompt_layers": "max"}, {"prompt_layers": 6, "prompt_decay": 4}]
@@ -157,38 +150,6 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
     torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
-    recompute: bool, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some recomputation comes through the gates. The teacher runs outside; after a step none is set."""
-    network, _ = model
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    if recompute:
-        old = "gradient_checkpointing_enable"  # renamed in transformers 5.23
-        (getattr(network, "activation_checkpointing_enable", None) or getattr(network, old))({"use_reentrant": False})
-    trainer = trainer_of(model, tmp_path, {4: SCHEDULES[4]}, objective=Distillation(0.5), **options)
-    entered: list[Schedule] = []
-    backward: list[bool] = []
-    gates: Any = gates_of(network)
-
-    def counted(model: nn.Module, schedule: Schedule, prompt_length: int) -> Any:
-        entered.append(schedule)
-        return teacher_forced(model, schedule, prompt_length)
-
-    monkeypatch.setattr(callback, "teacher_forced", counted)
-    next(network.parameters()).register_hook(lambda gradient: backward.append(gates.forced is not None))
-    trainer.train()
-    assert entered == [SCHEDULES[4]] * 4
-    assert backward
-    assert all(backward)
-    assert gates.forced is None
-    monkeypatch.setattr(trainer.objective, "prepare", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.training_step(network.train(), batch_of(trainer, 2))
-    assert gates.forced is None
-
-
 def test_speeds_are_drawn_by_seed_and_step_alone(model: Any, tmp_path: Path) -> None:
     """Another trainer draws the same, and all of them come, as often as they weigh."""
     first, second = (trainer_of(model, tmp_path).skipping for _ in range(2))
@@ -217,31 +178,3 @@ class Stub:
     def __init__(self, seed: int, epoch: float) -> None:
         self.args = self.state = self
         self.seed, self.epoch = seed, epoch
-
-
-@settings(max_examples=50)
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
-    group=st.integers(1, 9),
-    seed=st.integers(0, 2**31),
-    epoch=st.integers(0, 1000),
-    skipped=st.integers(0, 60),
-)
-def test_the_order_of_rows_depends_on_seed_and_epoch(
-    lengths: list[int], group: int, seed: int, epoch: int, skipped: int
-) -> None:
-    """All rows once, whatever was drawn before; cut anywhere, the rest is the rest."""
-    trainer: Any = Stub(seed, epoch)
-    sampler = EpochSampler(lengths, group, trainer)
-    torch.manual_seed(skipped)
-    order = list(sampler)
-    assert sorted(order) == list(range(len(lengths)))
-    torch.manual_seed(skipped + 1)
-    assert list(sampler) == order
-    batches = list(BatchSampler(sampler, group, drop_last=False))
-    done = skipped % (len(batches) + 1)
-    trainer.epoch = epoch + done / len(batches) * 0.99
-    assert list(SkipBatchSampler(BatchSampler(sampler, group, drop_last=False), done)) == batches[done:]
-    assert sorted(chain(*batches)) == sorted(order)
-    trainer.epoch = epoch + 1
-    assert len(lengths) <= 20 or list(sampler) != order
