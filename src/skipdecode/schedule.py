@@ -341,8 +341,9 @@ def round_half_up(x: float) -> int:
 def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple[int, ...]:
     """All layers, best-ranked first: depth ``n`` runs the first ``n``.
 
-    ``top``, the paper's: ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …, as in early exit.
-    ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on ties.
+    ``top``, as in the SkipDecode paper: ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …, as in
+    early exit. ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on ties. A
+    permutation is returned as it is.
     """
     if isinstance(order, tuple):
         return order

@@ -16,7 +16,7 @@ MAX_NEW_TOKENS = 80
 
 
 def demo(speedups: o.Speedups = None, as_json: o.Json = False) -> None:
-    """Generate the same outputs at 1x to 5x with the demo model, and time each speed.
+    """Generate from the same prompts at 1x to 5x with the demo model, and time each speed.
 
     skipdecode demo
     """

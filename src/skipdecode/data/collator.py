@@ -95,7 +95,7 @@ def batches_of(
     *,
     as_written: bool = False,
 ) -> list[dict[str, Any]]:
-    """Batches of :func:`encoded` examples on a device."""
+    """Batches of ``batch_size`` examples on a device; ``max_length`` and ``as_written`` as in :func:`encoded`."""
     rows = encoded(examples, tokenizer, max_length, as_written=as_written)
     return batches(rows, tokenizer, batch_size, max_length, device)
 

@@ -47,7 +47,7 @@ def divergence(
     """Divergence of each schedule from the full model, over the texts of ``prefilled``.
 
     ``full`` has gates attached; None: the skipping model itself at full depth.
-    UsageError: no text has a second token. ModelError: logits are not finite.
+    Raises UsageError if no text has a second token, ModelError if logits are not finite.
     """
     sums: list[list[float]] = [[] for _ in schedules]  # of KL over the positions of each text
     agreeing = [0] * len(schedules)
@@ -89,7 +89,7 @@ def loss_under(
 ) -> float:
     """Loss of generated texts under the full model, in nats per token; a text's end counts if it has one.
 
-    ModelError: the loss is not finite.
+    Raises ModelError if the loss is not finite.
     """
     pairs = zip(prompts, completions, strict=True)
     examples = [Example(prompt, (each.text,), each.finish_reason == "length") for prompt, each in pairs]

@@ -65,7 +65,7 @@ def calm(
 def confidence_caches(model: PreTrainedModel, threshold: float, horizon: int) -> partial[ConfidenceCache]:
     """Function that makes a :class:`ConfidenceCache` for each batch.
 
-    UnsupportedModel: layers are recurrent, or :func:`read_out` fails.
+    Raises UnsupportedModel if layers are recurrent, or :func:`read_out` fails.
     """
     if not all(hasattr(layer, "keys") for layer in DynamicCache(config=model.config).layers):
         raise UnsupportedModel(f"{type(model).__name__} has recurrent layers, which keep no state of skipped tokens")
@@ -180,7 +180,7 @@ def read_out(model: nn.Module) -> ReadOut:
 
     A trial pass records the modules that run after the last decoder layer.
 
-    UnsupportedModel: they do not yield the model's logits, because it does more, such as soft-capping.
+    Raises UnsupportedModel if they do not yield the model's logits, because it does more, such as soft-capping.
     """
     last = decoder_layers(model)[-1]
     tail: list[nn.Module] = []

@@ -50,7 +50,8 @@ def check_model(checkpoint: Checkpoint, speedup: float | None = None, dtype: str
     """Load a model and yield the findings of :func:`run_checks`.
 
     ``speedup`` names the schedule; None: the slowest trained one, else a falling one for 2x. ``dtype`` is
-    :func:`skipdecode.load`'s. UsageError: the schedule skips nothing. UnsupportedModel: no layer can be skipped.
+    :func:`skipdecode.load`'s. Raises UsageError if the schedule skips nothing, UnsupportedModel if no layer can be
+    skipped.
     """
     if checkpoint.schedules:
         schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)

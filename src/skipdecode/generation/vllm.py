@@ -128,7 +128,7 @@ def _require_plugin(llm: Any) -> None:
 def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig) -> dict[str, Any]:
     """Arguments of vLLM's ``SamplingParams``, without a seed, for options of ``model.generate``, else their defaults.
 
-    UsageError: vLLM lacks an option.
+    Raises UsageError if vLLM lacks an option.
     """
     for name, value in options.items():
         if name not in (*SAMPLING, *FURTHER) and value not in (None, False, 0, 1):

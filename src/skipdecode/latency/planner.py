@@ -46,7 +46,7 @@ class Prediction:
 
 
 def predict(profile: Profile, schedule: Schedule, work: Workload) -> Prediction:
-    """Prediction for a schedule. UsageError: the profile lacks the workload's batch size."""
+    """Prediction for a schedule. Raises UsageError if the profile lacks the workload's batch size."""
     prompt, decoding, layers = _seconds(profile, schedule, work)
     full_prompt, full_decoding, full_layers = _seconds(profile, Schedule.full(schedule.num_layers), work)
     speedups = {

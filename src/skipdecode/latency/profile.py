@@ -50,11 +50,11 @@ class Profile:
     steps: list[Cell] = field(default_factory=list)
 
     def prompt_seconds(self, batch_size: int, length: int, depth: float) -> float:
-        """Predicted seconds of a prompt pass. UsageError: no prompt of this batch size was measured."""
+        """Predicted seconds of a prompt pass. Raises UsageError if no prompt of this batch size was measured."""
         return _interpolate(self.prompts, batch_size, length, depth)
 
     def step_seconds(self, batch_size: int, length: float, depth: float) -> float:
-        """Predicted seconds of a decode step. UsageError: no step of this batch size was measured."""
+        """Predicted seconds of a decode step. Raises UsageError if no step of this batch size was measured."""
         return _interpolate(self.steps, batch_size, length, depth)
 
     def missing(
@@ -99,7 +99,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Profile that :meth:`save` wrote. FileError: the file holds none."""
+        """Profile that :meth:`save` wrote. Raises FileError if the file holds none."""
         values = read_json(path)
         try:
             cells = {name: [Cell(**cell) for cell in values[name]] for name in ("prompts", "steps")}

@@ -82,7 +82,7 @@ def alternate(
 
 
 def compare(full: Timing, other: Timing) -> Speedups:
-    """Speed-ups of ``other`` over ``full``. ModelError: their tokens or steps differ, so texts ended early."""
+    """How many times faster ``other`` is than ``full``. Raises ModelError if their tokens or steps differ."""
     if full.output.lengths != other.output.lengths or full.stats.tokens != other.stats.tokens:
         tokens = f"{full.stats.tokens} and {other.stats.tokens} tokens"
         raise ModelError(f"timed texts have {tokens}: the model's generation_config stops texts early")

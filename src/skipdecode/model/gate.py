@@ -197,7 +197,7 @@ class PatchedPrepareInputs(Patch):
     """Replacement of ``prepare_inputs_for_generation``, the only method told that a pass belongs to a prompt."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Inputs of a pass; the SkipCache is told if they are a prompt."""
+        """Inputs of a forward pass; before those of a prompt, the SkipCache is told that one begins."""
         cache = find_cache(args, kwargs)
         if cache is None:
             return self.original(*args, **kwargs)

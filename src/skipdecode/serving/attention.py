@@ -38,7 +38,7 @@ class RunnerInputs:
 
 
 def subset_attention(inputs: RunnerInputs, context: ForwardContext) -> SubsetAttention:
-    """A function that restricts attention, in a step with this forward context of vLLM, to a subset of its tokens."""
+    """Context manager within which attention, queries and new keys alike, covers a subset of the step's tokens."""
     known: dict[int, SubsetMetadata] = {}
 
     @contextmanager

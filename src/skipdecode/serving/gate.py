@@ -153,7 +153,7 @@ def token_axis(value: Tensor) -> int:
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
-    """Decoder layers of a model. UnsupportedModel: it does not have exactly one stack of ``num_layers`` layers."""
+    """Decoder layers of a model. Raises UnsupportedModel if it has not exactly one stack of ``num_layers`` layers."""
     stacks = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers]
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
     # Gemma 4 holds the same layers in several lists.
@@ -178,7 +178,7 @@ def adds_residual(layer: nn.Module, config: Any, device: torch.device) -> bool:
     """Whether a layer's input is the sum of its hidden states and residual, tried on random input.
 
     In most of vLLM's families it is. In others, as Cohere and EXAONE 4, layers ignore the residual.
-    UnsupportedModel: the layer, which has no gate yet, follows neither rule.
+    Raises UnsupportedModel if the layer, which has no gate yet, follows neither rule.
     """
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context

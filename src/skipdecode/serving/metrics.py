@@ -64,7 +64,7 @@ class RequestMetrics:
         self._states[request.request_id].skipdecode = own_arguments(request.sampling_params)
 
     def _finish(self, original: Any, state: Any, reason: Any, stats: Any) -> None:
-        """Count a request that ended, and attach its summary to vLLM's statistics, where the response reads it."""
+        """After vLLM's own handler of a finished request: count it, and put its summary where the response reads it."""
         original(state, reason, stats)
         own = state.skipdecode
         if own is None:

@@ -21,7 +21,7 @@ OWN = "skipdecode"
 
 
 def apply_model_name(params: Any, name: str | None) -> None:
-    """Write the speed-up in a model's name into a request's parameters. ScheduleError: they name another."""
+    """Write the speed-up in a model's name into a request's parameters. Raises ScheduleError if they name another."""
     match = re.fullmatch(r".+:(\d+(?:\.\d+)?)x", name or "")
     if match is None:
         return
@@ -33,7 +33,7 @@ def apply_model_name(params: Any, name: str | None) -> None:
 
 
 def requested_speedup(params: Any, serving: Serving) -> float | None:
-    """Speed-up that a request names; None: it names none. ScheduleError: the server does not offer it."""
+    """Speed-up that a request names; None if it names none. Raises ScheduleError if the server does not offer it."""
     speedup = (params.extra_args or {}).get(SPEEDUP)
     return None if speedup is None else serving.check_speedup(speedup)
 
@@ -58,7 +58,7 @@ def refuse_beams(*_: Any, **__: Any) -> None:
 def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> None:
     """Write a request's speed-up, and what its keys and values depend on, into its SamplingParams.
 
-    ScheduleError: the server does not offer the speed-up.
+    Raises ScheduleError if the server does not offer the speed-up.
     """
     requested = requested_speedup(params, serving)
     speedup = serving.default if requested is None else requested
@@ -84,7 +84,7 @@ def own_arguments(params: Any) -> dict[str, Any] | None:
 
 
 def speedup_of(params: Any) -> float | None:
-    """Speed-up that :func:`assign_speedup` set; None: it set none."""
+    """Speed-up that :func:`assign_speedup` stored in vLLM's SamplingParams; None if it stored none."""
     own = own_arguments(params)
     return None if own is None else float(own["speedup"])
 

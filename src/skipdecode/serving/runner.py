@@ -108,7 +108,7 @@ class SkipRunner(Runner):
         return {"full": self.skip_context.full_tokens, "run": self.skip_context.run_tokens}
 
     def compile_layers(self) -> None:
-        """Compile the layers for steps that skip, if vLLM compiles the model: run each uniform step once."""
+        """If vLLM compiles the model, compile the layers for steps that skip, in a dry run of each; else warn."""
         layers = self.skip_context.layers
         if layers is None:
             return

@@ -67,7 +67,7 @@ def server_command(
 
 
 def _look_at(vllm: Sequence[str]) -> Namespace:
-    """Options of vLLM that decide ours, as argparse reads them. UsageError: one that users may not give."""
+    """Options of vLLM that decide ours, as argparse reads them. Raises UsageError for one that is ours to set."""
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--revision")
     parser.add_argument("--served-model-name", nargs="+")

@@ -178,7 +178,7 @@ def require_tested(release: str) -> None:
 
 
 def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
-    """Check a config of a release of vLLM, and choose its CUDA graphs. UnsupportedModel: texts would be others."""
+    """Check a config of vLLM, and choose its CUDA graphs. Raises UnsupportedModel if texts would be others."""
     require_tested(release)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config

@@ -89,7 +89,7 @@ class DepthTables:
                     self._acts[row, layer] = 1 + self._modules.index(module)
 
     def of(self, speedup: float | None) -> DepthTable:
-        """Table of a speed-up; None: the full model's."""
+        """Table that was made for a speed-up; None stands for the full model."""
         return self._tables[speedup]
 
     def step(self, tables: Sequence[DepthTable], counts: Whole, computed: Whole, prompts: Whole) -> StepPlan:

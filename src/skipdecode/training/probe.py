@@ -37,7 +37,7 @@ class Candidate:
 
 
 def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
-    """Choices of layers: ``top`` with few to half of its layers at the bottom, and ``even``."""
+    """Schedules to compare, all of one depth: ``top`` with 1 to half of its layers at the bottom, and ``even``."""
     depth = Schedule.for_speedup(speedup, num_layers).max_depth
     full = Schedule.full(num_layers)
     for warmup in sorted({1, default_warmup(num_layers, speedup), max(depth // 3, 1), max(depth // 2, 1)}):

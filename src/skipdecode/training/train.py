@@ -71,7 +71,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> No
 
 
 def read_validation(config: TrainConfig, task: Task, say: Say) -> list[Example]:
-    """Examples of the validation split; none of a single file."""
+    """At most ``max_eval_samples`` validation examples; none if the data is one file, or has no such split."""
     if Path(config.data).is_file():
         return []
     try:
