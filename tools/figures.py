@@ -1,7 +1,8 @@
-"""Draw the figure of docs/how-it-works.md: `python tools/figures.py` writes docs/images/schedule.png."""
+"""Draw the figures of README.md and docs/how-it-works.md: `python tools/figures.py` writes docs/images/."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import matplotlib
@@ -14,7 +15,8 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 STEPS = 64
 COLORS = ("#e2e8f0", "#2563eb")
 
@@ -36,5 +38,27 @@ def draw_layers() -> None:
     figure.savefig(IMAGES / "schedule.png", dpi=110)
 
 
+def draw_speeds() -> None:
+    """What README's table says of each speed."""
+    rows = json.loads((ROOT / "results" / "smollm2-people" / "table.json").read_text(encoding="utf-8"))["rows"]
+    speeds = [f"{row['target']:g}x" for row in rows]
+    panels = {
+        "layers per token": ("step_layers", "{:g}"),
+        "same next token": ("top_1", "{:.0f}%"),
+        "KL": ("kl", "{:.2f}"),
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(9, 2.2), layout="constrained")
+    for panel, (title, (key, form)) in zip(axes, panels.items(), strict=True):
+        bars = panel.barh(speeds, [row[key] for row in rows], color=COLORS[1])
+        panel.bar_label(bars, [form.format(row[key]) for row in rows], padding=3)
+        panel.set_title(title, fontsize=11)
+        panel.margins(x=0.2)
+        panel.invert_yaxis()
+        panel.xaxis.set_visible(False)
+        panel.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.savefig(IMAGES / "speeds.png", dpi=110)
+
+
 if __name__ == "__main__":
     draw_layers()
+    draw_speeds()
