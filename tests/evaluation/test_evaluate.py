@@ -188,7 +188,7 @@ def test_rows_of_other_settings_are_refused_and_kept(
 def test_overwrite_measures_all_anew(
     checkpoint: Path, data: Path, copied: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here in int8, which is passed to every load, and said."""
+    """Here in int8, which is passed to every load, and said; rows of the same settings too."""
     loaded: list[dict[str, Any]] = []
     load = Checkpoint.load
 
@@ -200,6 +200,8 @@ def test_overwrite_measures_all_anew(
     evaluated(checkpoint, data, copied, "--speedups", "2", "--quantization", "int8", "--overwrite")
     assert measured == ["full-1x", "skipdecode-2x"]
     assert [options["quantization"] for options in loaded] == ["int8"]
+    evaluated(checkpoint, data, copied, "--speedups", "2", "--quantization", "int8", "--overwrite")
+    assert measured == 2 * ["full-1x", "skipdecode-2x"]
     assert json.loads((copied / "table.json").read_text())["about"]["quantization"] == "int8"
 
 

@@ -1,9 +1,10 @@
-"""Exactness of gates, by a naive reference: section 4 of docs/method.md, on every family, with left-padded batches."""
+"""Exactness of gates, by a naive reference, on every family, with left-padded batches: see docs/how-it-works.md."""
 
 from __future__ import annotations
 
 import functools
 from collections import UserDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    ZayaConfig,
 )
 
 from helpers.families import (
@@ -46,7 +49,7 @@ from helpers.families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, teacher_forced
-from skipdecode.errors import CacheError
+from skipdecode.errors import CacheError, UnsupportedModel
 from skipdecode.model.cache import BLOCK_SIZE, PreallocatedLayer, total_kv_bytes
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import bind
@@ -558,3 +561,15 @@ def test_adapters_keep_the_guard_against_second_prompts() -> None:
     for new in (2, WIDTH):
         with pytest.raises(CacheError, match="new SkipCache"):
             model.generate(**inputs, **{CACHE: cache}, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_state_that_layers_hand_on_is_refused(forced: bool) -> None:
+    """Zaya's layers give the next one their router's state, which a skipped layer does not have."""
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": LAYERS, "layer_types": ["hybrid"] * LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = ZayaConfig(**sizes, **heads, moe_intermediate_size=32, num_experts=4, router_hidden_size=16)
+    model, inputs = attach(AutoModelForCausalLM.from_config(config).eval()), prompts()
+    held = teacher_forced(model, TOP, WIDTH) if forced else nullcontext()
+    with held, pytest.raises(UnsupportedModel, match="hands the next one more than hidden states"):
+        model(**inputs, use_cache=False) if forced else run(model, inputs, TOP)

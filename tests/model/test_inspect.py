@@ -16,7 +16,6 @@ from transformers import (
     RwkvConfig,
     T5Config,
     T5ForConditionalGeneration,
-    ZayaConfig,
 )
 
 from skipdecode import attach
@@ -114,11 +113,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
             moe_intermediate_size=16,
             indexer_types=["full", "shared", "full", "shared"],
         ),
-        "need more of the layer below than hidden states",
-    ),
-    "layers that hand on the state of a router": (
-        ZayaConfig(**TINY, layer_types=["hybrid"] * 4, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
-        "need more of the layer below than hidden states",
+        "reuse what the layer below selected",
     ),
 }
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from skipdecode import Schedule, load
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UnsupportedModel, UsageError
 from skipdecode.loading.load import DEMO
+from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.serving import server
 
 
@@ -50,6 +54,17 @@ def test_speeds_go_with_the_operators_names(names: list[str]) -> None:
     command, _ = server.server_command("demo", {"speedups": [1, 2.5]}, ["--port", "1", *names])
     expected = [name + speed for speed in ("", ":1x", ":2.5x") for name in "ab"[: len(names) - 1 or 1]]
     assert sorted(words_after(command, "--served-model-name")) == sorted(expected)
+
+
+def test_an_adapter_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """By the command, and not in the log of a server that is starting."""
+    model, _ = load(checkpoint, device="cpu")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    adapter = Adapter(model.config.hidden_size, 4, {2.0: Schedule(8, 4, 4, 1)})
+    save_adapter(tmp_path, adapter, model, str(checkpoint))
+    with pytest.raises(ModelError, match="trained on another model"):
+        server.server_command(str(tmp_path))
 
 
 def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_loop_of_ones_own_learns_what_the_rows_alone_would() -> None:
 
 
 def test_what_a_row_may_not_hold_is_refused() -> None:
-    """Several texts, several responses, no labels: each with its reason, before the pass."""
+    """Several texts, several responses, no labels, none that counts: each with its reason, before the pass."""
     model, batch = build("llama"), batch_of()
     skipping = Skipping(model, speedups={2.0: SCHEDULES["top"]})
 
@@ -122,6 +122,7 @@ def test_what_a_row_may_not_hold_is_refused() -> None:
     refused(CacheError, "packed", position_ids=torch.arange(12).expand(4, -1) % 5)
     refused(UsageError, "several places", labels=batch["labels"].clone().index_fill(1, torch.tensor([8]), -100))
     refused(UsageError, "labels", labels=None)
+    refused(UsageError, "nothing to learn", labels=torch.full_like(batch["labels"], -100))
     refused(UsageError, "logits_to_keep", logits_to_keep=3)
     refused(UsageError, "output_hidden_states", output_hidden_states=True)
     with pytest.raises(UsageError, match="have their own order"):

@@ -78,27 +78,6 @@ def test_no_text_is_learned_whose_prompt_is_held_out(prompts: int, each: int, mo
         assert {*learned, *held} == {*texts}
 
 
-@pytest.mark.parametrize(
-    ("count", "prompts", "temperature"),
-    [(5, ["a", "b", "c", "a", "b"], 0.5), (2, ["a", "b"], 0.5), (2, ["a", "b"], 0.3), (3, [""] * 3, 1.0)],
-)
-def test_texts_are_written_at_the_temperature_of_their_prompts(
-    checkpoint: Path, tmp_path: Path, count: int, prompts: list[str], temperature: float
-) -> None:
-    """From the begin-of-text token alone they are as the model's own distribution has them."""
-    source = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in "abc")) if prompts[0] else None
-
-    def write(given: Any, options: dict[str, Any], name: str) -> list[Completion]:
-        assert given == prompts
-        assert options == own.SAMPLING | {"temperature": temperature, "max_new_tokens": 9}
-        return completions(*(f" {i}" for i in range(count)))
-
-    base = Checkpoint.resolve(str(checkpoint))
-    chosen = temperature if temperature == 0.3 else None
-    texts = own.self_generate(base, source, JSONL, count, 9, chosen, write, str)
-    assert [text.prompt for text in texts] == prompts
-
-
 def never(*_: Any) -> Any:
     pytest.fail("the file has the prompts")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
 from typer import Option
 
-from ..errors import UsageError
+from ..errors import SkipDecodeError, UsageError
 from . import options as o
 from .console import err, say
 
@@ -50,6 +51,8 @@ def chat(
             if command == "/new":
                 conversation.messages = beginning
             elif command == "/speed":
+                if re.fullmatch(r"\d+(\.\d+)?", value) is None:
+                    raise UsageError(f"/speed takes a number, as in /speed 2, not {value!r}")
                 schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, float(value))
                 say(f"{value}x from here on")
             elif command == "/help":
@@ -61,7 +64,7 @@ def chat(
                     depth = f"{stats.average_depth:.1f} of {stats.num_layers} layers a step"
                     note = f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {depth}"
                 err.print(note, style="dim")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             break
-        except ValueError as error:
+        except SkipDecodeError as error:
             say(f"skipdecode: {error}")

@@ -32,22 +32,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A way to make prompts and references of rows.
-
-    Attributes:
-        example: makes the example of a row. Raises DataError if the row has no prompt.
-        text_column: column that a line of a text file is.
-        max_new_tokens: default of the longest generated text.
-        repeats: prompts stand in several rows, one for each reference.
-        hub_config: configuration of the data set on the Hub.
-    """
+    """A way to make prompts and references of rows."""
 
     name: str
-    example: Callable[[Mapping[str, Any]], Example]
-    text_column: str
-    max_new_tokens: int
-    repeats: bool = False
-    hub_config: str | None = None
+    example: Callable[[Mapping[str, Any]], Example]  #: Raises DataError if the row has no prompt.
+    text_column: str  #: Column that a line of a text file is.
+    max_new_tokens: int  #: Default of the longest generated text.
+    repeats: bool = False  #: Prompts stand in several rows, one for each reference.
+    hub_config: str | None = None  #: Configuration of the data set on the Hub.
 
 
 def get_task(

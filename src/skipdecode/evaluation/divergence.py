@@ -25,17 +25,11 @@ NOT_FINITE = "the model's logits are not finite: try a lower speed-up, float32 o
 
 @dataclass(frozen=True)
 class Divergence:
-    """Distance of next-token distributions from the full model's.
+    """Distance of next-token distributions from the full model's."""
 
-    Attributes:
-        kl: mean KL divergence from the full model, in nats per token.
-        top1: share of positions with the full model's most likely token, 0 to 1.
-        interval: 95% interval of ``kl`` by bootstrap over the texts; None for a single text.
-    """
-
-    kl: float
-    top1: float
-    interval: tuple[float, float] | None = None
+    kl: float  #: Mean KL divergence from the full model, in nats per token.
+    top1: float  #: Share of positions with the full model's most likely token, 0 to 1.
+    interval: tuple[float, float] | None = None  #: 95%, of ``kl``, by bootstrap over the texts; None for a single one.
 
 
 @torch.no_grad()

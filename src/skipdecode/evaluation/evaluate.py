@@ -60,7 +60,7 @@ class EvaluateConfig:
         max_new_tokens: None: the task's.
         timing_examples, timing_rounds: number of examples to time, and how often.
         dtype, device, quantization: as :func:`skipdecode.load` takes them, for all models alike.
-        overwrite: delete the rows of other settings in ``output``.
+        overwrite: measure all rows anew.
     """
 
     model: str
@@ -193,8 +193,11 @@ class _Evaluation:
         options: Any = {"dtype": self.dtype, "device": self.device, "quantization": config.quantization}
         self.load = lru_cache(maxsize=2)(partial(Checkpoint.load, **options))  # the full model and a variant's
         self.max_new_tokens = config.max_new_tokens or self.task.max_new_tokens
-        Path(config.output).mkdir(parents=True, exist_ok=True)
-        self.records = Records(Path(config.output) / ROWS, self.settings, config.overwrite)
+        path = Path(config.output) / ROWS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if config.overwrite:
+            path.unlink(missing_ok=True)
+        self.records = Records(path, self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ An adapter is a model argument too: ``pretrained=smollm2,adapter=fast,speedup=1.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..data.collator import Collator
-from ..errors import UsageError
+from ..errors import SkipDecodeError, UsageError
 from ..loading.load import Checkpoint
 from ..model.attach import attach, teacher_forced
 from ..model.cache import SkipCache
@@ -131,10 +132,14 @@ class SkipLM(HFLM):
 
 
 def main() -> None:
-    """Run the harness's command line."""
+    """Run the harness's command line; a SkipDecodeError ends it with one line and exit code 2."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SkipDecodeError as error:
+        print(f"skipdecode: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -9,16 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Completion:
-    """One generated text, as it was written.
-
-    Attributes:
-        tokens: number of tokens, with the one that ended the text.
-        finish_reason: ``stop``, or ``length`` if the text was cut off.
-    """
+    """One generated text, as it was written."""
 
     text: str
-    tokens: int
-    finish_reason: str
+    tokens: int  #: Number of tokens, with the one that ended the text.
+    finish_reason: str  #: ``stop``, or ``length`` if the text was cut off.
 
 
 @dataclass

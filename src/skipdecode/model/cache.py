@@ -277,7 +277,7 @@ class SkipCache(DynamicCache):
         if not self.schedule.is_full:
             raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
-        self._length -= abs(tokens_to_remove)
+        self._length = next((self.get_seq_length(i) for i in range(len(self.layers)) if self._attends(i)), self._length)
 
 
 def _continued(layer: Any, length: int) -> Any:

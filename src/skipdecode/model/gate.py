@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..errors import CacheError, UsageError
+from ..errors import CacheError, UnsupportedModel, UsageError
 from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
 from .cache_name import CACHE, CACHE_NAMES
-from .inspect import GATES, kv_shared_layers, text_config
+from .inspect import GATES, kv_shared_layers, positions_axis
 
 
 class Gates:
@@ -35,8 +35,7 @@ class Gates:
     def __init__(self, config: Any) -> None:
         #: By layer that attends to another layer's keys and values: that layer.
         self.kv_shared_layers = kv_shared_layers(config)
-        #: Axis of the positions in hidden states: (batch, positions, size), but Gemma 3n has streams before the batch.
-        self.axis = 2 if hasattr(text_config(config), "altup_num_inputs") else 1
+        self.axis = positions_axis(config)
         #: Acts at positions that skip layers; None: hidden states pass a skipped layer unchanged.
         self.adapter: Adapter | None = None
         #: What ``generate`` follows without a cache, if it is patched.
@@ -47,13 +46,18 @@ class Gates:
         self.expected: weakref.ref[SkipCache] | None = None
         #: Number of values that a layer returns in a tuple, 0 if it returns a tensor; None until one has run.
         self.values: int | None = None
+        #: A state that the last layer returned beside hidden states: the next one must not need it.
+        self.extra_state: weakref.ref[Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model gets all but the pass that is running.
-        return vars(self) | {"forced": None, "expected": None}
+        return vars(self) | {"forced": None, "expected": None, "extra_state": None}
 
     def learn_output(self, output: Any) -> None:
         """Remember, from one layer's output, what layers of this model return."""
+        extras = output[1:] if isinstance(output, tuple) else ()
+        states = (each for each in extras if isinstance(each, Tensor) and each.is_floating_point())
+        self.extra_state = next(map(weakref.ref, states), None)
         self.values = len(output) if isinstance(output, tuple) else 0
 
     def like_output(self, hidden: Tensor) -> Any:
@@ -122,6 +126,9 @@ class Gate(Patch):
             return self.original(*args, **kwargs)
         if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             raise CacheError("a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced")
+        state = gates.extra_state and gates.extra_state()
+        if state is not None and any(value is state for value in (*args, *kwargs.values())):
+            raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
         hidden = args[0] if args else kwargs["hidden_states"]
         width = hidden.shape[gates.axis]
         guide.begin_layer(self.index, width)

@@ -66,9 +66,13 @@ def check_kind(model: nn.Module) -> None:
         raise UnsupportedModel(f"{name} takes no {CACHE}: its state is in no cache that could follow a schedule")
     if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
         raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
-    reused = "shared" in (getattr(text_config(config), "indexer_types", None) or ())
-    if reused or "prev_router_hidden_states" in inspect.signature(decoder_layers(inner)[0].forward).parameters:
-        raise UnsupportedModel(f"layers of {name} need more of the layer below than hidden states: none can be skipped")
+    if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
+        raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
+
+
+def positions_axis(config: Any) -> int:
+    """Axis of the positions in hidden states: (batch, positions, size), but Gemma 3n has streams before the batch."""
+    return 2 if hasattr(text_config(config), "altup_num_inputs") else 1
 
 
 def kv_shared_layers(config: Any) -> dict[int, int]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
 from ..loading.load import Checkpoint
+from ..model.adapter import check_base_files
 from ..model.config import CONFIG_KEY, speedup_key
 from .settings import Serving, require_tested
 
@@ -53,6 +54,7 @@ def server_command(
         raise UsageError("the server reads no GGUF files: load it, save_pretrained, and serve that folder")
     if checkpoint.adapter is not None:
         options["adapter"] = os.path.abspath(checkpoint.adapter)
+        check_base_files(checkpoint.adapter, checkpoint.folder)
     serving = Serving(checkpoint.config, options)
     _require_vllm()
     _require_plugin()

@@ -161,6 +161,8 @@ def align(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int, Callable[[Any
         if inputs.get(name):
             raise UsageError(f"{name} cannot be given: rows are rolled for the pass")
     learned = (labels != -100).int()
+    if not learned.any():
+        raise UsageError("no row of the batch has a label: there is nothing to learn")
     if (pad(learned, (1, 0)).diff().eq(1).sum(1) > 1).any():
         raise UsageError("a row has labels in several places: it holds one prompt and one response")
     mask = inputs.get("attention_mask")
