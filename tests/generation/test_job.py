@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -354,32 +352,28 @@ def test_a_job_with_other_settings_is_another(checkpoint: Path, tmp_path: Path, 
     assert len(echo) == 2
 
 
-SCRIPT = """
-import sys
-from skipdecode.generation.job import GenerationJob
-from skipdecode.loading.load import Checkpoint
-options = {"max_new_tokens": 40, "do_sample": True}
-GenerationJob(Checkpoint.resolve(sys.argv[1]), sys.argv[2], sys.argv[3], batch_size=2, seed=5, options=options).run()
-"""
-
-
 @pytest.mark.slow
 def test_a_kill_ends_in_the_bytes_of_an_unbroken_run(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL, in a process that samples."""
     source = write_jsonl(tmp_path / "in.jsonl", ({"prompt": f"{text} {i}"} for i in range(6) for text in TEXTS[:4]))
     target, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(checkpoint), str(source), str(target)])
+
+    def job(output: Path) -> GenerationJob:
+        options = {"max_new_tokens": 40, "do_sample": True}
+        return GenerationJob(Checkpoint.resolve(checkpoint), source, output, batch_size=2, seed=5, options=options)
+
+    process = multiprocessing.get_context("fork").Process(target=job(target).run)
+    process.start()
     deadline = time.monotonic() + 500
     while not partial.exists() or partial.read_bytes().count(b"\n") < 4:
-        assert process.poll() is None, "the job ended before it could be killed"
+        assert process.is_alive(), "the job ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not target.exists()
     for output in (target, tmp_path / "whole.jsonl"):
-        options = {"max_new_tokens": 40, "do_sample": True}
-        GenerationJob(Checkpoint.resolve(checkpoint), source, output, batch_size=2, seed=5, options=options).run()
+        job(output).run()
     assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(target)) == 24
     assert names(tmp_path) == ["in.jsonl", "out.jsonl", "whole.jsonl"]

@@ -433,7 +433,7 @@ def test_a_model_without_gates_or_of_another_depth_is_refused() -> None:
         pass
 
 
-@every_family
+@pytest.mark.parametrize("name", FORMS)
 def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     """The backward pass recomputes each layer on the same columns."""
     model, inputs = attach(build(name)).train(), prompts()

@@ -372,7 +372,7 @@ def widths(model: nn.Module) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_prefix_serves_many_calls_at_any_speed(name: str) -> None:
     """What follows it is computed as without it, padding included; the prefix itself is not changed."""
     model, inputs = build(name), prompts()
