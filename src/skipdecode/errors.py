@@ -23,6 +23,10 @@ class ModelError(SkipDecodeError):
     """A model does not exist, is damaged, or cannot skip layers exactly."""
 
 
+#: What to say where logits are NaN or infinite. Their argmax is token 0: a text, and no error.
+NOT_FINITE = "the model's logits are NaN or infinite: a lower speed-up, or float32 or bfloat16, may help"
+
+
 class UnsupportedModel(ModelError):
     """A model's architecture cannot skip layers exactly."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import generate, load
+from skipdecode.errors import UsageError
+from skipdecode.generation.job import GenerationJob
 
 
 @pytest.fixture
@@ -32,6 +35,18 @@ def test_prompts_of_the_command_line_print_texts(checkpoint: Path) -> None:
     done = run("generate", checkpoint, "--prompt", TEXTS[0], "--prompt", TEXTS[1], "--max-new-tokens", 4)
     assert done.returncode == 0, done.stderr
     assert "sequences, 0 bad rows" in done.stderr
+
+
+def test_a_line_break_stops_an_output(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell gives its two characters."""
+
+    def refuse(job: GenerationJob, **_: Any) -> None:
+        raise UsageError(f"asked for {job.options['stop_strings']}")
+
+    monkeypatch.setattr(GenerationJob, "run", refuse)
+    done = run("generate", checkpoint, "--prompt", "the cat", "--stop", "\\n", "--stop", "end")
+    expected = ["\n", "end"]
+    assert f"asked for {expected}" in done.stderr
 
 
 def test_one_source_of_prompts(checkpoint: Path, prompts: Path) -> None:

@@ -94,6 +94,7 @@ def test_csv_rows_come_back_as_they_were_written(folder: Path, pairs: list[tuple
     ("name", "content", "match"),
     [
         ("a.jsonl", '{"prompt": "a"}\n\n{oops\n', "row 3 is not JSON"),
+        ("a.jsonl", '{"prompt": "a", "score": NaN}\n', "row 1 is not JSON: NaN is no value of JSON"),
         ("a.jsonl", '{"prompt": "a"}\n[1]\n', "row 2 is not a JSON object"),
         ("a.json", '[{"prompt": "a"}]\n', "row 1 is not a JSON object: one object a line"),
         ("a.csv", "prompt\na\nb, c\n", "row 2 has 2 fields, the header 1"),

@@ -66,9 +66,11 @@ def test_summaries_have_their_size_and_no_prompt_is_long() -> None:
     assert max(len(str(example.prompt).split()) for example in articles) == 401
 
 
-@pytest.mark.parametrize("mr", ["hello", "name[Aromi", "name[Aromi] food", "Aromi]"])
+@pytest.mark.parametrize(
+    "mr", ["hello", "name[Aromi", "name[Aromi] food", "Aromi]", "a" * 100_000, " " * 50_000 + "a"], ids=len
+)
 def test_what_is_no_meaning_representation_is_named(mr: str) -> None:
-    """It is never turned into half a prompt."""
+    """It is never turned into half a prompt, nor looked at for minutes."""
     with pytest.raises(DataError, match="meaning representation"):
         prompt("e2e", {"mr": mr})
 

@@ -106,7 +106,7 @@ def test_nothing_to_measure_and_nan_are_errors() -> None:
         divergence([PrefilledBatch(model, empty)], [HALF])
     with torch.no_grad():
         model.model.layers[-1].mlp.down_proj.weight.fill_(float("nan"))
-    with pytest.raises(ModelError, match="not finite"):
+    with pytest.raises(ModelError, match="NaN or infinite"):
         divergence([PrefilledBatch(model, batch)], [HALF])
 
 

@@ -138,6 +138,7 @@ def test_batches_hold_prompts_of_like_length_longest_first(lengths: list[int], b
         ({"max_length": 30}, "max_length: it counts padding.*give max_new_tokens"),
         ({"min_length": 30}, "min_length: it counts padding.*give min_new_tokens"),
         ({"assistant_model": object()}, "assistant_model: what a draft costs"),
+        ({"num_beams": 0}, "num_beams is at least 1, not 0"),
         ({"temperature": 0.5}, "temperature.*do_sample"),
         ({"length_penalty": 2.0}, "length_penalty.*num_beams"),
         ({"max_new_tokens": 0}, "max_new_tokens. must be greater than 0"),
@@ -154,6 +155,8 @@ def test_a_checkpoint_may_not_ask_for_what_a_call_may_not() -> None:
         with pytest.raises(UsageError, match=next(iter(asked))):
             check_options({}, GenerationConfig(**asked))
         check_options(dict.fromkeys(asked, 1), GenerationConfig(**asked))
+    with pytest.raises(UsageError, match="is_assistant"):
+        check_options({}, GenerationConfig(is_assistant=True))
     check_options({}, GenerationConfig(guidance_scale=1.0, cache_implementation="static", max_length=99))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -199,6 +200,28 @@ def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
     assert not equal(by_hand, stock)
     assert equal(few(detach(model)), stock)
     assert "generate" not in vars(model)
+
+
+def test_nan_never_becomes_a_token() -> None:
+    """At whatever step, in ``model.generate`` too: greedy decoding would write token 0 to the end."""
+    model, passes = attach(build("llama"), TOP), itertools.count()
+
+    def break_logits(head: nn.Module, args: Any, logits: Tensor) -> Tensor:
+        return logits * (torch.nan if next(passes) == 3 else 1.0)
+
+    model.get_output_embeddings().register_forward_hook(break_logits)
+    with pytest.raises(ModelError, match="logits are NaN"):
+        run(model, prompts())
+    assert next(passes) == 4
+
+
+def test_attention_weights_by_layer_are_refused() -> None:
+    """Those of layers that ran would stand in the places of others; hidden states are those that are passed on."""
+    model = attach(build("llama", "eager"), TOP)
+    with pytest.raises(UsageError, match="output_attentions"):
+        run(model, prompts(), output_attentions=True)
+    states = run(model, prompts(), output_hidden_states=True).hidden_states
+    assert all(len(step) == LAYERS + 1 for step in states)
 
 
 def test_the_last_schedule_given_decides_and_none_leaves_it() -> None:
@@ -448,7 +471,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
     plain = gradients()
     # Where layers lend each other keys, transformers' own gradients are wrong with reentrant checkpoints.
-    for reentrant in (False, True) if name in FORMS and not kv_shared_layers(model.config) else (False,):
+    for reentrant in (False, True) if not kv_shared_layers(model.config) else (False,):
         # transformers 5.23 changed the name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": reentrant})

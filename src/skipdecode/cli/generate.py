@@ -35,7 +35,9 @@ def generate(
     seed: o.Seed = 0,
     num_beams: Annotated[int | None, Option(min=1, help="Beams of beam search; 1 is none.")] = None,
     repetition_penalty: o.RepetitionPenalty = None,
-    stop: Annotated[list[str] | None, Option(help="End an output at this string; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, Option(help="String that ends an output, \\n a line break; may be repeated.")
+    ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     quantization: o.Quantization = None,
@@ -59,7 +61,7 @@ def generate(
         raise UsageError("give one of --prompts FILE and --prompt TEXT")
     decoding = {name: values[name] for name in DECODING if values[name] not in (None, False)}
     if stop:
-        decoding["stop_strings"] = stop
+        decoding["stop_strings"] = [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop]
     chosen = get_task(task)
     texts = [chosen.example({chosen.text_column: text}).prompt for text in prompt or ()]
     job = GenerationJob(

@@ -57,12 +57,16 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(file, 1):
         if line.strip():
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_constant=_refuse)
             except ValueError as error:
                 raise ValueError(f"row {number} is not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"row {number} is not a JSON object: one object a line is expected")
             yield number, row
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no value of JSON: write null")
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
@@ -90,8 +94,8 @@ def _from_datasets(name: str, builder: str, config: str | None, **options: Any) 
             rows = datasets.load_dataset(name, revision="refs/convert/parquet", data_dir=config, **options)
     except Exception as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
-    for number, row in enumerate(rows, 1):
-        yield f"{name}, row {number}", row
+    for number, row in enumerate(rows, 1):  # what is not there is NaN in a column of numbers
+        yield f"{name}, row {number}", {key: None if value != value else value for key, value in row.items()}
 
 
 def read_examples(source: str | Path, task: Task, split: str = "test", *, references: bool = True) -> list[Example]:

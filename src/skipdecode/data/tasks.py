@@ -14,7 +14,7 @@ from .metrics import WORD_OR_CHARACTER
 
 #: Words of a post, and of an article, in a prompt.
 POST, ARTICLE = 120, 400
-ATTRIBUTE = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
+ATTRIBUTE = re.compile(r"([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,11 @@ def get_task(
 def e2e(row: Mapping[str, Any]) -> Example:
     """``name[Aromi], food[English]`` as ``name Aromi, food English ->``, which has a third fewer tokens."""
     meaning = _text(row, "mr", "meaning_representation")
-    attributes = ATTRIBUTE.findall(meaning)
-    if not attributes or ATTRIBUTE.sub("", meaning).strip():
+    attributes, end = [], 0
+    while found := ATTRIBUTE.match(meaning, end):  # findall would look for a match from every character
+        attributes.append(found.groups())
+        end = found.end()
+    if not attributes or meaning[end:].strip():
         raise DataError(f"not a meaning representation like 'name[Aromi], food[English]': {meaning!r}")
     prompt = ", ".join(f"{key.strip()} {value.strip()}" for key, value in attributes) + " ->"
     return Example(prompt, _references(row, "ref", "human_reference", "target"))

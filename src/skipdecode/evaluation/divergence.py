@@ -14,13 +14,11 @@ from ..data.chat import Prompt
 from ..data.collator import batches, encoded
 from ..data.metrics import draws
 from ..data.tasks import Example
-from ..errors import ModelError, UsageError
+from ..errors import NOT_FINITE, ModelError, UsageError
 from ..generation.generate import position_limit
 from ..generation.stats import Completion
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
-
-NOT_FINITE = "the model's logits are not finite: try a lower speed-up, float32 or bfloat16"
 
 
 @dataclass(frozen=True)

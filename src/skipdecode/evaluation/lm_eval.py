@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..data.collator import Collator
-from ..errors import SkipDecodeError, UsageError
+from ..errors import NOT_FINITE, ModelError, SkipDecodeError, UsageError
 from ..loading.load import Checkpoint
 from ..model.attach import attach, teacher_forced
 from ..model.cache import SkipCache
@@ -118,6 +118,8 @@ class SkipLM(HFLM):
             logits = self.model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
         scores = torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
         padding = targets < 0
+        if scores[~padding].isnan().any():
+            raise ModelError(NOT_FINITE)
         chosen = scores.gather(2, targets.clamp(min=0)[..., None])[..., 0].masked_fill(padding, 0)
         greedy = (scores.argmax(-1) == targets) | padding
         return list(zip(chosen.sum(1).tolist(), greedy.all(1).tolist(), strict=True))

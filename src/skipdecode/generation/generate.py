@@ -25,7 +25,7 @@ from transformers import (
 
 from ..data.chat import Prompt, is_conversation, parse_messages
 from ..data.tokenize import decode_response, encode_prompts
-from ..errors import ModelError, UsageError
+from ..errors import NOT_FINITE, ModelError, UsageError
 from ..loading.device import synchronize
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE, CACHE_NAMES
@@ -50,7 +50,7 @@ REFUSED = {
 }
 #: Those that the checkpoint's generation_config may not have either.
 NEVER = {
-    **dict.fromkeys(["assistant_model", "assistant_early_exit", "use_mtp", "speculation_type"], _DRAFT),
+    **dict.fromkeys(["assistant_model", "is_assistant", "assistant_early_exit", "use_mtp", "speculation_type"], _DRAFT),
     "guidance_scale": "it runs the model a second time in every step, with all its layers",
     "min_length": f"{_PADDED}: give min_new_tokens",
 }
@@ -154,12 +154,12 @@ def split_batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[lis
 
 
 class NaNCheck(LogitsProcessor):
-    """Raises ModelError for NaN logits: argmax of NaN is token 0, so a broken model would write without an error."""
+    """Raises ModelError for NaN logits of the full model, as a :class:`SkipCache`'s passes do."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores (batch, vocabulary), unchanged."""
         if scores.isnan().any():
-            raise ModelError("the model's logits are NaN: a lower speed-up, or float32 or bfloat16, may help")
+            raise ModelError(NOT_FINITE)
         return scores
 
 
@@ -279,10 +279,12 @@ def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> Non
     """Raise UsageError for options, or defaults of the checkpoint, that are refused or contradict each other."""
     for name, reason in (REFUSED | NEVER).items():
         value = options.get(name, getattr(defaults, name, None) if name in NEVER else None)
-        if value not in (None, False, 0, 1):
+        if value is True or value not in (None, False, 0, 1):  # 1 text, a guidance of 1, …
             raise UsageError(f"{name}: {reason}")
     if not options.get("use_cache", True):
         raise UsageError(f"use_cache=False: {_OWN_CACHE}")
+    if (beams := options.get("num_beams", 1)) < 1:
+        raise UsageError(f"num_beams is at least 1, not {beams}")
     known = vars(GenerationConfig())
     try:
         GenerationConfig(**{name: value for name, value in options.items() if name in known}).validate(strict=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..errors import CacheError, UnsupportedModel, UsageError
+from ..errors import NOT_FINITE, CacheError, ModelError, UnsupportedModel, UsageError
 from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
@@ -172,7 +172,10 @@ class Gate(Patch):
 
 
 class PatchedForward(Patch):
-    """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it."""
+    """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it.
+
+    A pass with a SkipCache whose logits are NaN raises ModelError.
+    """
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,11 +187,13 @@ class PatchedForward(Patch):
         if expected is not None and caches != [expected]:
             raise CacheError(
                 "the SkipCache was dropped on the way to the model, or another put beside it, as by PEFT's prompt "
-                "learning: leave one of the two out"
+                "learning, or by long RoPE where a text passes original_max_position_embeddings: leave that out"
             )
         if cache is None and self.gates.forced is None:
             return self.original(*args, **kwargs)
         refuse_packed(kwargs)
+        if kwargs.get("output_attentions") or getattr(self.module.config, "output_attentions", False):
+            raise UsageError("output_attentions: skipped layers have none, and the others would take their places")
         if cache is None:
             return self.original(*args, **{"use_cache": False} | kwargs)
         passes = cache.passes
@@ -197,6 +202,8 @@ class PatchedForward(Patch):
             raise CacheError(
                 "no layer was given the SkipCache, so none was skipped: call model.eval(), since training drops caches"
             )
+        if getattr(output, "logits", None) is not None and output.logits.isnan().any():
+            raise ModelError(NOT_FINITE)
         return output
 
 
