@@ -20,11 +20,12 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 import skipdecode
 from helpers.engine import demo_texts
 from skipdecode import Schedule
-from skipdecode.errors import UsageError
+from skipdecode.errors import ModelError, UsageError
 from skipdecode.generation.job import GenerationJob, JobResult
 from skipdecode.generation.vllm import start_vllm
 from skipdecode.loading.load import Checkpoint
 from skipdecode.model.adapter import Adapter, save_adapter
+from skipdecode.model.inspect import decoder_layers
 
 
 def run(engine: str, model: str = "demo", batch_size: int = 5, **options: Any) -> JobResult:
@@ -83,6 +84,17 @@ def test_a_seed_samples_the_same() -> None:
         first, again, other = ([row.text for row in generate(ids, seed).completions] for seed in (1, 1, 2))
     assert first == again != other
     assert len(set(first)) > 6
+
+
+def test_nan_never_becomes_a_token(tmp_path: Path) -> None:
+    model, tokenizer = skipdecode.load("demo", dtype="float32")
+    with torch.no_grad():
+        decoder_layers(model)[-1].final_layer_norm.weight.fill_(torch.nan)
+    skipdecode.detach(model).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for engine, error in {"transformers": ModelError, "vllm": RuntimeError}.items():
+        with pytest.raises(error, match="NaN"):
+            run(engine, str(tmp_path), speedup=2)
 
 
 def test_without_the_plugin_no_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,7 @@ def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
     for reason, applies in refusals.items():
         if applies:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
+    os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # else NaN logits become token 0, in silence
     if serving.untrained:
         logger.warning("skipdecode: %s", serving.untrained)
     if worker == GPU_WORKER:
