@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     GPT2Config,
@@ -21,6 +23,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -83,7 +86,7 @@ def test_a_text_a_conversation_or_a_list_of_either(loaded: Loaded) -> None:
         (["the cat", ["the dog"]], UsageError, "prompt 1 is neither a text nor a list of messages"),
         ([ASKED, [*ASKED, "hi"]], UsageError, "prompt 1 is neither"),
         (["the cat", [{"content": "x"}]], DataError, "message 1 has no role"),
-        (["the cat", ""], UsageError, "prompt 1 has no token"),
+        (["the cat", ""], UsageError, "prompt 1: the prompt has no token"),
     ],
 )
 def test_prompts_that_are_none_are_refused(loaded: Loaded, prompts: Any, error: Any, match: str) -> None:
@@ -95,7 +98,7 @@ def test_the_last_position_is_taken(loaded: Loaded) -> None:
     """By the longest prompt; one more is refused, however short the others are."""
     prompts = [[5] * 3, [5] * 252]
     assert generate_ids(*loaded, prompts, None, 2, **NO_END, max_new_tokens=4).stats.tokens == 8
-    with pytest.raises(UsageError, match="prompt 1 and max_new_tokens need 257 positions of 256"):
+    with pytest.raises(UsageError, match="prompt 1: 252 prompt tokens and 5 new ones: the model has 256 positions"):
         generate_ids(*loaded, prompts, None, 2, **NO_END, max_new_tokens=5)
 
 
@@ -108,17 +111,59 @@ def test_computed_positions_have_no_end() -> None:
     (row,) = skipdecode.generate(model, tokenizer, TEXTS[0], speedup=2, max_new_tokens=30).completions
     assert row.tokens == 30
     table = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=320)).eval()
-    with pytest.raises(UsageError, match="positions of 16"):
+    with pytest.raises(UsageError, match="has 16 positions"):
         skipdecode.generate(skipdecode.attach(table), tokenizer, TEXTS[0], speedup=2, max_new_tokens=30)
 
 
-@given(st.lists(st.integers(1, 9), max_size=30), st.integers(1, 9))
-def test_batches_hold_prompts_of_like_length_longest_first(lengths: list[int], batch_size: int) -> None:
-    batches = split_batches([[0] * length for length in lengths], batch_size)
+def batches_of(lengths: list[int], batch_size: int, new: float = 128, config: Any = None) -> list[list[int]]:
+    """The prompts' lengths in each batch."""
+    config = config or LlamaConfig()
+    batches = split_batches(config, [[0] * length for length in lengths], batch_size, new)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert all(len(batch) == batch_size for batch in batches[:-1])
-    widths = [lengths[i] for batch in batches for i in batch]
-    assert widths == sorted(widths, reverse=True)
+    return [[lengths[i] for i in batch] for batch in batches]
+
+
+@given(st.lists(st.integers(1, 2000), max_size=30), st.integers(1, 9), st.integers(1, 99))
+def test_batches_hold_prompts_of_like_length_longest_first(lengths: list[int], batch_size: int, new: int) -> None:
+    batches = batches_of(lengths, batch_size, new)
+    assert [length for batch in batches for length in batch] == sorted(lengths, reverse=True)
+    assert all(len(batch) <= batch_size for batch in batches)
+    assert all(len(batch) == batch_size for batch in batches_of(lengths, batch_size, math.inf)[:-1])
+
+
+@pytest.mark.parametrize("new", [4, 128])
+def test_long_prompts_do_not_widen_the_batches_of_short_ones(new: int) -> None:
+    """Two hundred rows of 5 to 500 tokens and three of 3,000; prompts of like length stay in full batches."""
+    lengths = [5 + 495 * i // 199 for i in range(200)] + [3000] * 3
+    batches = batches_of(lengths, 32, new)
+    assert sum(len(batch) * batch[0] for batch in batches) < 1.3 * sum(lengths)
+    assert batches[0] == [3000] * 3
+    assert [len(batch) for batch in batches_of([20, 25, 30, 22] * 16, 32, new)] == [32, 32]
+
+
+def test_no_batch_lies_on_both_sides_of_a_change_of_rotary_embeddings() -> None:
+    """Its longest row decides for all; and no text crosses, since the keys before would be those of the other side."""
+    config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
+    phi3 = Phi3Config(
+        **config,
+        vocab_size=320,
+        pad_token_id=0,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters=rope | {"original_max_position_embeddings": 16},
+    )
+    assert batches_of([16, 17, 9, 20], 4, config=phi3) == [[20, 17], [16, 9]]
+    model = skipdecode.attach(AutoModelForCausalLM.from_config(phi3).eval())
+    tokenizer = train_tokenizer(TEXTS * 20, 320)
+    prompts = [[5] * length for length in (20, 17, 11, 4)]
+    for decoding in (None, Schedule.for_speedup(2, 2)):
+        together = generate_ids(model, tokenizer, prompts, decoding, 4, **NO_END, max_new_tokens=6)
+        alone = generate_ids(model, tokenizer, prompts, decoding, 1, **NO_END, max_new_tokens=6)
+        assert together.completions == alone.completions
+        assert together.stats.peak_kv_bytes > alone.stats.peak_kv_bytes > 0
+    with pytest.raises(UsageError, match="prompt 0: 11 prompt tokens and 7 new ones: long RoPE"):
+        generate_ids(model, tokenizer, [[5] * 11], None, 4, **NO_END, max_new_tokens=7)
 
 
 # --- options

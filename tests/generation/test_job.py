@@ -145,7 +145,7 @@ def test_rows_that_the_model_has_no_positions_for_are_errors_of_their_own(tiny: 
     columns = [sorted(row) for row in result.rows]
     assert columns == [["finish_reason", "prompt", "text", "tokens"], ["error", "prompt"], ["error", "prompt"]]
     assert "200 prompt tokens and 4 new ones: the model has 96 positions" in result.rows[1]["error"]
-    assert result.rows[2]["error"] == "the prompt has no token"
+    assert result.rows[2]["error"] == "the prompt has no token to go on from"
     assert result.completions[1:] == [None, None]
     assert (result.summary["rows"], result.summary["bad_rows"]) == (1, 2)
     echo.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,8 @@ from ..schedule import Schedule, choose_schedule
 from .finished_rows import FinishedRows
 from .stats import Completion, GenerationOutput, GenerationStats
 
+#: Padded positions of prompts that take about as long as a decode step of a batch.
+STEP = 64
 #: How to decode: by a schedule, with the full model (None), or with the cache that a function makes for each batch.
 Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
@@ -124,17 +127,14 @@ def generate_ids(
     options = {name: value for name, value in options.items() if value is not None}
     check_options(options, model.generation_config)
     most = max_new_tokens(options, model.generation_config)
-    limit = position_limit(model.config)
     for number, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise UsageError(f"prompt {number} has no token to go on from: the tokenizer puts none at the beginning")
-        if limit is not None and len(prompt) + most > limit:
-            raise UsageError(f"prompt {number} and max_new_tokens need {len(prompt) + most} positions of {limit}")
+        if reason := prompt_error(model.config, len(prompt), most):
+            raise UsageError(f"prompt {number}: {reason}")
     if isinstance(decoding, Schedule) and decoding.is_full:
         decoding = None
     output = GenerationOutput(GenerationStats(num_layers(model.config)))
     completions: dict[int, Completion] = {}
-    for index, batch in enumerate(split_batches(prompts, batch_size)):
+    for index, batch in enumerate(split_batches(model.config, prompts, batch_size, most)):
         if seed is not None:
             torch.manual_seed(seed + index)
         ids = [list(prompts[i]) for i in batch]
@@ -147,10 +147,26 @@ def generate_ids(
     return output
 
 
-def split_batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Indices of prompts, in batches of like length, longest first: what does not fit in memory fails at once."""
+def split_batches(config: Any, prompts: Sequence[Sequence[int]], batch_size: int, new_tokens: float) -> list[list[int]]:
+    """Indices of prompts, in batches of like length, longest first: what does not fit in memory fails at once.
+
+    A batch ends early, before shorter prompts, where their padding would take longer than the ``new_tokens`` steps of
+    another batch; and where rotary embeddings change, which a batch's longest row decides for all.
+    """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    change = rope_change(config) or math.inf
+    batches = []
+    while order:
+        lengths = [len(prompts[i]) for i in order[:batch_size]]
+        padding = [(len(lengths) - end) * (lengths[0] - length) for end, length in enumerate(lengths)]
+        end = max(range(len(lengths)), key=padding.__getitem__)  # before these rows, most padding is saved
+        if padding[end] <= new_tokens * STEP:
+            end = len(lengths)
+        if lengths[0] > change:
+            end = min(end, sum(length > change for length in lengths))
+        batches.append(order[:end])
+        order = order[end:]
+    return batches
 
 
 class NaNCheck(LogitsProcessor):
@@ -306,6 +322,26 @@ def end_token_ids(options: Mapping[str, Any], defaults: GenerationConfig) -> lis
 def max_positions(config: Any) -> int | None:
     """Positions that the model was trained for; None if its config does not say."""
     return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def rope_change(config: Any) -> int | None:
+    """Positions from which long RoPE rotates all keys in another way (Phi-3); None for other models."""
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+
+
+def prompt_error(config: Any, length: int, new_tokens: int) -> str | None:
+    """Why no text of ``new_tokens`` can follow a prompt of ``length`` tokens; None if one can."""
+    if not length:
+        return "the prompt has no token to go on from"
+    limit, change = position_limit(config), rope_change(config)
+    if limit is not None and length + new_tokens > limit:
+        return f"{length} prompt tokens and {new_tokens} new ones: the model has {limit} positions"
+    if change is not None and length <= change < length + new_tokens - 1:
+        return f"{length} prompt tokens and {new_tokens} new ones: long RoPE changes earlier keys at {change} positions"
+    return None
 
 
 def position_limit(config: Any) -> int | None:

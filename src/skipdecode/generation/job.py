@@ -22,7 +22,7 @@ from ..loading.device import placement
 from ..loading.load import Checkpoint
 from ..model.config import untrained_warning
 from ..schedule import Schedule, choose_schedule
-from .generate import check_options, generate_ids, max_positions, position_limit, split_batches, to_prompts
+from .generate import check_options, generate_ids, max_positions, prompt_error, split_batches, to_prompts
 from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
 #: Columns of an output; an input's columns of these names are not copied.
@@ -85,7 +85,7 @@ class GenerationJob:
         task: makes the prompts; default: any rows.
         speedup: target speed-up in layers; 1 is the full model. None: the slowest trained one above 1.
         schedule: a schedule in place of a speed-up.
-        batch_size: rows per batch. Batches hold rows of like length, the longest first.
+        batch_size: most rows per batch. Batches hold rows of like length, the longest first.
         seed: of sampling; a text depends on its batch.
         options: of ``model.generate``; ``max_new_tokens`` is the task's by default.
         load: arguments of :meth:`Checkpoint.load`, such as ``dtype`` and ``device``.
@@ -135,12 +135,9 @@ class GenerationJob:
         if any(not isinstance(prompt, str) and prompt[-1].role == "assistant" for prompt in prompts):
             say("some conversations end with the assistant's message, which is continued")
         ids = encode_prompts(checkpoint.tokenizer, prompts)
-        limit = position_limit(checkpoint.config) or math.inf
         for row, prompt in zip(rows, ids, strict=True):
-            if not prompt:
-                row["error"] = "the prompt has no token"
-            elif len(prompt) + most > limit:
-                row["error"] = f"{len(prompt)} prompt tokens and {most} new ones: the model has {limit} positions"
+            if reason := prompt_error(checkpoint.config, len(prompt), most):
+                row["error"] = reason
         good = [i for i, row in enumerate(rows) if "error" not in row]
         positions = max((len(ids[i]) for i in good), default=0) + most
         if positions > (max_positions(checkpoint.config) or math.inf):
@@ -153,8 +150,10 @@ class GenerationJob:
             **{name: getattr(self, name) for name in ("load", "batch_size", "seed", "engine")},
         }
         progress = Progress(self.output, settings, self.overwrite)
-        size = self.batch_size * (VLLM_BATCHES if self.engine == "vllm" else 1)
-        batches = [[good[i] for i in batch] for batch in split_batches([ids[i] for i in good], size)]
+        # vLLM pads nothing.
+        size, steps = (self.batch_size, most) if self.engine != "vllm" else (self.batch_size * VLLM_BATCHES, math.inf)
+        split = split_batches(checkpoint.config, [ids[i] for i in good], size, steps)
+        batches = [[good[i] for i in batch] for batch in split]
         todo = {
             index: ([ids[i] for i in batch], self.seed + index)
             for index, batch in enumerate(batches)

@@ -214,7 +214,7 @@ class PatchedPrepareInputs(Patch):
         """Inputs of a forward pass; before those of a prompt, the SkipCache is told that one begins."""
         cache = find_cache(args, kwargs)
         if cache is None:
-            return self.original(*args, **kwargs)
+            return self._prepared(args, kwargs)
         if kwargs.get("use_cache") is False:
             raise CacheError("with use_cache=False every step runs the whole text: leave it out, or detach(model)")
         # ``generate`` gives a decode step its length, 1. (Before 5.23, it gives a chunk of a prompt neither argument.)
@@ -223,8 +223,16 @@ class PatchedPrepareInputs(Patch):
             cache.begin_prompt()
             if new is not None and new < 1:
                 raise CacheError("the cache holds the whole prompt: leave at least its last token out of a prefix")
-        inputs = self.original(*args, **kwargs)
+        inputs = self._prepared(args, kwargs)
         self.gates.expected = weakref.ref(cache)
+        return inputs
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's inputs. Phi-3 drops an empty cache before a prompt that needs its long RoPE: put back."""
+        inputs = self.original(*args, **kwargs)
+        given = kwargs.get(CACHE)
+        if isinstance(given, Cache) and inputs.get(CACHE) is None and not given.get_seq_length():
+            inputs[CACHE] = given
         return inputs
 
 
