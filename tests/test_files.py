@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_devices_are_not_replaced() -> None:
     with pytest.raises(FileError, match="cannot be written"):
         write(os.devnull, "text")
     assert not Path(os.devnull).is_file()
+
+
+def test_a_file_name_that_is_not_utf8_can_be_written_down(tmp_path: Path) -> None:
+    """As JSON writes half a character."""
+    name = os.fsdecode(b"in\xff")
+    write(tmp_path / "a", json.dumps(name, ensure_ascii=False))
+    assert read_json(tmp_path / "a") == name
+    for expected in ([], [name]):
+        records = Records(tmp_path / "records", {"file": name})
+        assert records.values == expected
+        records.append(name)
 
 
 def test_json_is_read_or_named(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 
 from .errors import FileError, UsageError
 
+#: How half characters are written, as of a file name that is not UTF-8: as JSON writes them.
+SURROGATES = "backslashreplace"
+
 
 def write(path: str | Path, content: str | bytes) -> None:
     """Write all of ``content``, text as UTF-8, or none of it: a temporary file in the same folder is renamed.
@@ -21,7 +24,7 @@ def write(path: str | Path, content: str | bytes) -> None:
         raise FileError(f"{path} cannot be written: it is a folder or a device")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(content.encode(errors=SURROGATES) if isinstance(content, str) else content)
         os.replace(temporary, target)
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror}") from error
@@ -62,5 +65,5 @@ class Records:
 
     def append(self, value: Any) -> None:
         """Append a value, in one write."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", errors=SURROGATES) as file:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
