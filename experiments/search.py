@@ -3,7 +3,7 @@
     python experiments/search.py MODEL PROMPTS.txt --speedup 1.5 --output schedule.json
 
 Divergence is measured on texts that the full model generates for the prompts. ``skipdecode generate --schedule`` takes
-the result, and so does ``EvaluateConfig(schedules=…)``. Each dropped layer costs a pass per remaining layer and batch.
+the result. Each dropped layer costs a pass per remaining layer and batch.
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ from typing import Any
 
 from .errors import FileError, UsageError
 
-#: How half characters are written, as of a file name that is not UTF-8: as JSON writes them.
-SURROGATES = "backslashreplace"
-
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write all of ``content``, text as UTF-8, or none of it: a temporary file in the same folder is renamed.
+    """Write all of ``content`` or none of it: a temporary file in the same folder is renamed.
+
+    Text is written as UTF-8; half a character, as of a file name that is not UTF-8, as JSON writes it.
 
     Raises FileError if ``path`` is no file, its folder is missing or cannot be written to, or the disk is full.
     """
@@ -24,7 +23,7 @@ def write(path: str | Path, content: str | bytes) -> None:
         raise FileError(f"{path} cannot be written: it is a folder or a device")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode(errors=SURROGATES) if isinstance(content, str) else content)
+        temporary.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         os.replace(temporary, target)
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror}") from error
@@ -65,5 +64,5 @@ class Records:
 
     def append(self, value: Any) -> None:
         """Append a value, in one write."""
-        with self.path.open("a", encoding="utf-8", errors=SURROGATES) as file:
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -52,7 +52,6 @@ class EvaluateConfig:
         task: how rows are prompted; a task or its name.
         speedups: target speed-ups in layers; None: the trained ones, else 1 to 5.
         methods: of :data:`~skipdecode.evaluation.early_exit.METHODS`; empty: the one that trained the model.
-        schedules: JSON files of further schedules.
         reference: another full model to compare with; None: ``model`` at 1x.
         output: folder for the rows, tables and a plot.
         limit: number of examples to score.
@@ -69,7 +68,6 @@ class EvaluateConfig:
     task: str | Task = "jsonl"
     speedups: Sequence[float] | None = None
     methods: Sequence[str] = ()
-    schedules: Sequence[str | Path] = ()
     reference: str | None = None
     output: str | Path = "evaluation"
     limit: int | None = None
@@ -151,7 +149,7 @@ def evaluate(
 
 
 def list_variants(config: EvaluateConfig) -> list[Variant]:
-    """Variants that a config names: the full model, each method at each speed, and schedules from files."""
+    """Variants that a config names: the full model, and each method at each speed."""
     checkpoint = Checkpoint.resolve(config.model, config.adapter)
     full = checkpoint if config.reference is None else Checkpoint.resolve(config.reference)
     trained, layers = checkpoint.schedules, checkpoint.num_layers
@@ -172,9 +170,6 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
             known = learned and (speedup in trained or method == "calm")
             label = METHODS[method] + ("" if known else ", untrained")
             variants.append(Variant(f"{method}-{speedup:g}x", checkpoint, method, float(speedup), schedule, label))
-    for path in map(Path, config.schedules):
-        schedule = Schedule.load(path)
-        variants.append(Variant(str(path), checkpoint, path.name, schedule.target, schedule, str(path)))
     return variants
 
 

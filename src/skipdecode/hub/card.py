@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ..errors import FileError
-from ..files import read_json
 from ..schedule import Schedule
 
 TEMPLATE = Path(__file__).with_name("card.md")
 #: Picture of an evaluation's folder that a card shows.
 PLOT = "tradeoff.png"
-#: Scores of an evaluation's rows: the Hub's type, and a name.
-METRICS = {
-    "bleu": ("bleu", "BLEU"),
-    "rouge_l": ("rouge", "ROUGE-L"),
-    "kl": ("kl", "KL from the full model, nats per token"),
-    "top_1": ("accuracy", "top-1 agreement with the full model, %"),
-    "agreement": ("rouge", "ROUGE-L against the full model, %"),
-}
 
 
 def model_card(
@@ -46,7 +36,6 @@ def model_card(
         results: folder that ``skipdecode evaluate`` wrote.
         license: as the Hub names it, such as ``apache-2.0``.
     """
-    rows = [] if results is None else _read_rows(results)
     speeds = [speed for speed in schedules if speed > 1]
     name = repo.split("/")[-1]
     data = ModelCardData(
@@ -56,8 +45,6 @@ def model_card(
         base_model=base_model,
         base_model_relation="adapter" if is_adapter else None,
         license=license,
-        model_name=name if rows else None,
-        eval_results=[_result(row, key) for row in rows for key in METRICS if key in row] or None,
     )
     return ModelCard.from_template(
         data,
@@ -81,33 +68,10 @@ def _depths(schedule: Schedule) -> str:
     return f"{most if most == least else f'{most} to {least}'} of {schedule.num_layers} layers"
 
 
-def _read_rows(results: Path) -> list[dict[str, Any]]:
-    """Rows of an evaluation of one model, the full model first: an adapter's is its base model."""
-    table = read_json(results / "table.json")
-    if not isinstance(table, dict) or not {"about", "rows"} <= table.keys():
-        raise FileError(f"{results} holds no table of skipdecode evaluate")
-    rows = [row | {"examples": table["about"]["rows"]} for row in table["rows"]]
-    measured = [(row.get("model"), row["target"]) for row in rows[1:]]
-    if len({model for model, _ in measured}) > 1 or len(set(measured)) < len(measured):
-        raise FileError(f"{results} compares models or methods: a card takes one model, each speed once")
-    return rows
-
-
-def _result(row: Mapping[str, Any], key: str) -> EvalResult:
-    kind, label = METRICS[key]
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type="own",
-        dataset_name=row["examples"],
-        dataset_config=f"{row['target']:g}x",  # huggingface_hub puts results of one configuration together
-        dataset_args={"speedup": row["target"]},
-        metric_type=kind,
-        metric_name=f"{label} at {row['target']:g}x",
-        metric_value=round(row[key], 3),
-    )
-
-
 def _table(results: Path) -> str:
     """Table of an evaluation without its command, which names the user's folders."""
-    lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
+    try:
+        lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise FileError(f"{results} holds no table of skipdecode evaluate: {error.strerror}") from None
     return "".join(line for line in lines if not line.startswith("command: "))
