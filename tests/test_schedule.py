@@ -24,7 +24,6 @@ from skipdecode.schedule import (
     flat_depth,
     ranking,
     round_half_up,
-    share_of_max,
     skipped_spans,
 )
 
@@ -321,8 +320,6 @@ def test_budgets_are_the_papers_and_else_the_rules(layers: int) -> None:
         assert flat_depth(float(speedup), layers) == nearest
         constant = Schedule.for_speedup(float(speedup), layers, warmup=0)
         assert (constant.decay, constant.max_depth, constant.min_depth) == ("constant", nearest, nearest)
-        share = min(max(Fraction(2, 3) - (speedup - 2) / 50, Fraction(3, 5)), Fraction(2, 3))
-        assert share_of_max(float(speedup)) == pytest.approx(float(share))
 
 
 def test_a_target_is_the_papers_name_and_else_the_ratio() -> None:

@@ -12,9 +12,7 @@ from .errors import FileError, UsageError
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write all of ``content`` or none of it: a temporary file in the same folder is renamed.
-
-    Text is written as UTF-8; half a character, as of a file name that is not UTF-8, as JSON writes it.
+    """Write all of ``content``, text as UTF-8, or none of it: a temporary file in the same folder is renamed.
 
     Raises FileError if ``path`` is no file, its folder is missing or cannot be written to, or the disk is full.
     """

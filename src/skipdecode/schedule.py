@@ -294,7 +294,8 @@ def budget(speedup: float, num_layers: int) -> tuple[int, int]:
     if (num_layers, speedup) in PAPER_BUDGETS:
         return PAPER_BUDGETS[num_layers, int(speedup)]
     total = 2 * num_layers / speedup
-    most = min(round_half_up(total * share_of_max(speedup)), num_layers)
+    share = min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)  # on a line through the paper's budgets: 0.61 at 5x
+    most = min(round_half_up(total * share), num_layers)
     return most, min(max(round_half_up(total - most), 1), most)
 
 
@@ -302,11 +303,6 @@ def flat_depth(speedup: float, num_layers: int) -> int:
     """Depth of a constant schedule: that whose ``L / depth`` is nearest to ``speedup``."""
     below = max(int(num_layers / speedup), 1)
     return min(below, min(below + 1, num_layers), key=lambda depth: abs(num_layers / depth / speedup - 1))
-
-
-def share_of_max(speedup: float) -> float:
-    """``max / (max + min)`` for a speed-up: on a line through the paper's budgets, 2/3 at 2x, 0.61 at 5x."""
-    return min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
 
 
 def decay_weight(decay: str, step: int, horizon: int, rate: float, stairs: int) -> float:

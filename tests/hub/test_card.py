@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from skipdecode import Schedule
-from skipdecode.errors import FileError
 from skipdecode.hub.card import model_card
 
 SCHEDULES = {1.0: Schedule.full(24), 1.5: Schedule(24, 16, 16, 1, decay="constant"), 3.0: Schedule(24, 10, 6, 32)}
@@ -50,5 +49,5 @@ def test_an_evaluations_table_is_on_the_card(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_evaluation_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="holds no table"):
+    with pytest.raises(FileNotFoundError, match=r"table\.md"):
         model_card("me/fast", SCHEDULES, is_adapter=False, results=tmp_path)

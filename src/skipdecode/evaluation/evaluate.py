@@ -37,7 +37,6 @@ ROWS = "rows.jsonl"
 #: Increase it when the keys of a row change.
 VERSION = 8
 
-Say = Callable[[str], object]
 OnProgress = Callable[[str, int, int], object]
 
 
@@ -113,7 +112,7 @@ def evaluate(
     variants: Sequence[Variant] | None = None,
     *,
     command: str | None = None,
-    say: Say = warnings.warn,
+    say: Callable[[str], object] = warnings.warn,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Results:
     """Measure every variant, and write rows, tables and a plot to ``config.output``.
@@ -174,7 +173,7 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
 
 
 class _Evaluation:
-    def __init__(self, config: EvaluateConfig, full: Variant, say: Say, on_progress: OnProgress) -> None:
+    def __init__(self, config: EvaluateConfig, full: Variant, say: Any, on_progress: OnProgress) -> None:
         self.config = config
         self.full = full
         self.on_progress = on_progress

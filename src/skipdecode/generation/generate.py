@@ -327,20 +327,18 @@ def max_positions(config: Any) -> int | None:
 def rope_change(config: Any) -> int | None:
     """Positions from which long RoPE rotates all keys in another way (Phi-3); None for other models."""
     rope = getattr(text_config(config), "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return None
-    return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
 
 def prompt_error(config: Any, length: int, new_tokens: int) -> str | None:
     """Why no text of ``new_tokens`` can follow a prompt of ``length`` tokens; None if one can."""
     if not length:
         return "the prompt has no token to go on from"
-    limit, change = position_limit(config), rope_change(config)
-    if limit is not None and length + new_tokens > limit:
-        return f"{length} prompt tokens and {new_tokens} new ones: the model has {limit} positions"
-    if change is not None and length <= change < length + new_tokens - 1:
-        return f"{length} prompt tokens and {new_tokens} new ones: long RoPE changes earlier keys at {change} positions"
+    needed = f"{length} prompt tokens and {new_tokens} new ones"
+    if length + new_tokens > (limit := position_limit(config) or math.inf):
+        return f"{needed}: the model has {limit} positions"
+    if length <= (change := rope_change(config) or math.inf) < length + new_tokens - 1:
+        return f"{needed}: long RoPE changes earlier keys at {change} positions"
     return None
 
 

@@ -27,7 +27,7 @@ from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
 #: Columns of an output; an input's columns of these names are not copied.
 OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
-#: Batches that vLLM gets at a time: when one text ends, the next begins.
+#: Batches that vLLM gets at a time: when one text ends, the next begins. It pads nothing.
 VLLM_BATCHES = 8
 
 
@@ -150,8 +150,7 @@ class GenerationJob:
             **{name: getattr(self, name) for name in ("load", "batch_size", "seed", "engine")},
         }
         progress = Progress(self.output, settings, self.overwrite)
-        # vLLM pads nothing.
-        size, steps = (self.batch_size, most) if self.engine != "vllm" else (self.batch_size * VLLM_BATCHES, math.inf)
+        size, steps = (self.batch_size * VLLM_BATCHES, math.inf) if self.engine == "vllm" else (self.batch_size, most)
         split = split_batches(checkpoint.config, [ids[i] for i in good], size, steps)
         batches = [[good[i] for i in batch] for batch in split]
         todo = {

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..errors import FileError
 from ..schedule import Schedule
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -70,8 +69,5 @@ def _depths(schedule: Schedule) -> str:
 
 def _table(results: Path) -> str:
     """Table of an evaluation without its command, which names the user's folders."""
-    try:
-        lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
-    except OSError as error:
-        raise FileError(f"{results} holds no table of skipdecode evaluate: {error.strerror}") from None
+    lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("command: "))

@@ -9,8 +9,6 @@ from ..errors import ScheduleError
 from ..schedule import Schedule
 from .profile import STEPS, Profile, prompt_depth
 
-#: What a speed-up may count: layers of decode steps, seconds of decode steps, seconds end to end.
-COUNTS = ("layers", "decoding", "end-to-end")
 #: Share of the speed-up asked for that a plan gives at least.
 CLOSE = 0.98
 
@@ -42,7 +40,7 @@ class Prediction:
     layers: float  #: Mean of a decode step.
     step_seconds: float  #: Mean of a decode step.
     seconds: float  #: Of the batch, prompt included.
-    speedups: Mapping[str, float]  #: By the names in :data:`COUNTS`.
+    speedups: Mapping[str, float]  #: In ``layers`` and seconds of decode steps (``decoding``), and ``end-to-end``.
 
 
 def predict(profile: Profile, schedule: Schedule, work: Workload) -> Prediction:
@@ -67,7 +65,7 @@ def plan(
         work: the batches to come.
         speedup: at least 1.
         candidates: schedules that the model may run: an adapter's trained ones, or all constant depths.
-        count: what ``speedup`` counts, one of :data:`COUNTS`.
+        count: what ``speedup`` counts, a key of :attr:`Prediction.speedups`.
 
     Raises:
         ScheduleError: no candidate is fast enough; the message names the highest speed-up.

@@ -83,14 +83,8 @@ def kv_shared_layers(config: Any) -> dict[int, int]:
         if getattr(config, "num_kv_shared_layers", None):
             raise ModelError("this version of transformers does not say which layers share their KV: upgrade it")
         return {}
-    sources = getattr(config, "kv_source_layers", None)
-    kinds = config.layer_types
-    lenders = {}
-    for layer, mode in enumerate(modes):
-        if not str(mode).startswith("reuse"):
-            continue
-        if sources is not None:
-            lenders[layer] = sources[layer]
-        else:
-            lenders[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
-    return lenders
+    borrowers = [layer for layer, mode in enumerate(modes) if str(mode).startswith("reuse")]
+    if (sources := getattr(config, "kv_source_layers", None)) is not None:
+        return {layer: sources[layer] for layer in borrowers}
+    lenders = [(layer, kind) for layer, kind in enumerate(config.layer_types) if modes[layer] == "store"]
+    return {b: max(layer for layer, kind in lenders if layer < b and kind == config.layer_types[b]) for b in borrowers}

@@ -84,7 +84,7 @@ def _look_at(vllm: Sequence[str]) -> Namespace:
     given, _ = parser.parse_known_args(words)
     for name in REFUSED:
         if getattr(given, name.strip("-").replace("-", "_")) is not None:
-            raise UsageError(f"{name} is no option of skipdecode serve: docs/serving.md has vLLM's own command")
+            raise UsageError(f"{name} is no option of skipdecode serve: docs/serve.md has vLLM's own command")
     return given
 
 
