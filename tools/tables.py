@@ -185,28 +185,6 @@ def card() -> None:
     task_speeds("e2e", None)
 
 
-def card_metadata() -> None:
-    """Print the model card's ``results`` in the hub's format."""
-    for row in read("e2e")["rows"]:
-        print(
-            f"""\
-      - task:
-          type: text-generation
-          name: data-to-text
-        dataset:
-          type: tuetschek/e2e_nlg
-          name: E2E NLG, 630 distinct test inputs
-          args: {{speedup: {row["target"]:g}}}
-        metrics:
-          - type: bleu
-            value: {row["bleu"]:.2f}
-            name: BLEU at {speed(row)} (lower-cased sacrebleu, all references, greedy)
-          - type: rouge
-            value: {row["rouge_l"]:.2f}
-            name: ROUGE-L at {speed(row)} (F-measure with stemming, best reference, greedy)"""
-        )
-
-
 # --- benchmarks/serving.py
 
 

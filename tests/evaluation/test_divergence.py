@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, LlamaConfig
 
-from helpers.families import LAYERS, TOP, WIDTH, build, prompts, run
+from helpers.families import LAYERS, TOP, WIDTH, build, texts_of
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.errors import ModelError, UsageError
@@ -20,16 +20,6 @@ from skipdecode.model.cache_name import CACHE
 from skipdecode.model.teacher_forcing import PrefilledBatch
 
 HALF = Schedule(LAYERS, LAYERS // 2, LAYERS // 2, 1, decay="constant")
-
-
-def generated(model: Any) -> dict[str, Any]:
-    """A left-padded batch of prompts and of what the model generates, as the Collator makes one."""
-    text = run(model, prompts()).sequences
-    mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
-    batch = {"input_ids": text[:, :-1], "attention_mask": mask[:, :-1], "prompt_length": WIDTH}
-    batch["position_ids"] = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
-    batch["labels"] = torch.cat([torch.full((len(text), 1), -100), text[:, WIDTH:]], 1)
-    return batch
 
 
 def alone(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,7 +35,7 @@ def alone(batch: dict[str, Any]) -> list[dict[str, Any]]:
 def test_divergence_is_that_of_decoding_step_by_step(schedule: Schedule) -> None:
     """KL and the most likely token of cached decode steps."""
     model = build("llama")
-    batch = generated(model)
+    batch = texts_of(model)
     (found,) = divergence([PrefilledBatch(attach(model), batch)], [schedule])
     texts = torch.cat([batch["input_ids"], batch["labels"][:, -1:]], 1)
     kl, same, count = 0.0, 0, 0
@@ -73,7 +63,7 @@ def decoded(model: Any, schedule: Schedule, ids: torch.Tensor, prompt: int) -> t
 def test_divergence_does_not_depend_on_batches() -> None:
     """Its interval is over texts: it holds the mean, and a single text has none."""
     model = attach(build("llama"))
-    batch = generated(model)
+    batch = texts_of(model)
     together, apart = (
         divergence([PrefilledBatch(model, each) for each in batches], [HALF])[0] for batches in ([batch], alone(batch))
     )
@@ -87,7 +77,7 @@ def test_divergence_does_not_depend_on_batches() -> None:
 
 def test_the_full_model_diverges_from_another_but_not_from_itself() -> None:
     model = attach(build("llama"))
-    batch = generated(model)
+    batch = texts_of(model)
     full = Schedule.full(LAYERS)
     near, far = divergence([PrefilledBatch(model, batch)], [full, HALF])
     assert (near.kl, near.top1) == (0, 1)
@@ -100,7 +90,7 @@ def test_the_full_model_diverges_from_another_but_not_from_itself() -> None:
 
 def test_nothing_to_measure_and_nan_are_errors() -> None:
     model = attach(build("llama"))
-    batch = generated(model)
+    batch = texts_of(model)
     empty = batch | {"labels": torch.full_like(batch["labels"], -100)}
     with pytest.raises(UsageError, match="no text has a second token"):
         divergence([PrefilledBatch(model, empty)], [HALF])

@@ -125,9 +125,6 @@ def test_the_peak_is_the_most_that_the_cache_held(kind: str) -> None:
     assert held[cut] < 0.6 * held[cut - 1]
 
 
-# --- where rows stay
-
-
 class OtherCache(DynamicCache):
     """Of a baseline, say: it may hold data by rows."""
 

@@ -23,12 +23,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
-    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 import skipdecode
+from helpers.families import FAMILIES
 from helpers.tiny import TEXTS, train_tokenizer
 from skipdecode import Schedule
 from skipdecode.errors import DataError, ModelError, SkipDecodeError, UsageError
@@ -61,9 +61,6 @@ def texts(result: GenerationOutput) -> list[str]:
 
 def write(loaded: Loaded, prompts: Any = TEXTS[:3], speedup: float = 2, new: int = 6, **options: Any) -> list[str]:
     return texts(skipdecode.generate(*loaded, prompts, speedup=speedup, max_new_tokens=new, **options))
-
-
-# --- prompts
 
 
 def test_a_text_a_conversation_or_a_list_of_either(loaded: Loaded) -> None:
@@ -143,30 +140,20 @@ def test_long_prompts_do_not_widen_the_batches_of_short_ones(new: int) -> None:
 
 def test_no_batch_lies_on_both_sides_of_a_change_of_rotary_embeddings() -> None:
     """Its longest row decides for all; and no text crosses, since the keys before would be those of the other side."""
-    config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
-    phi3 = Phi3Config(
-        **config,
-        vocab_size=320,
-        pad_token_id=0,
-        max_position_embeddings=64,
-        original_max_position_embeddings=16,
-        rope_parameters=rope | {"original_max_position_embeddings": 16},
-    )
+    config_class, options = FAMILIES["phi3-sliding"]
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    rope["original_max_position_embeddings"] = 16
+    phi3 = config_class(**options | {"original_max_position_embeddings": 16, "rope_parameters": rope})
     assert batches_of([16, 17, 9, 20], 4, config=phi3) == [[20, 17], [16, 9]]
-    model = skipdecode.attach(AutoModelForCausalLM.from_config(phi3).eval())
-    tokenizer = train_tokenizer(TEXTS * 20, 320)
+    model, tokenizer = skipdecode.attach(AutoModelForCausalLM.from_config(phi3).eval()), train_tokenizer(TEXTS, 128)
     prompts = [[5] * length for length in (20, 17, 11, 4)]
-    for decoding in (None, Schedule.for_speedup(2, 2)):
+    for decoding in (None, Schedule.for_speedup(2, 8)):
         together = generate_ids(model, tokenizer, prompts, decoding, 4, **NO_END, max_new_tokens=6)
         alone = generate_ids(model, tokenizer, prompts, decoding, 1, **NO_END, max_new_tokens=6)
         assert together.completions == alone.completions
         assert together.stats.peak_kv_bytes > alone.stats.peak_kv_bytes > 0
     with pytest.raises(UsageError, match="prompt 0: 11 prompt tokens and 7 new ones: long RoPE"):
         generate_ids(model, tokenizer, [[5] * 11], None, 4, **NO_END, max_new_tokens=7)
-
-
-# --- options
 
 
 @pytest.mark.parametrize(
@@ -251,9 +238,6 @@ def test_padding_is_no_text_to_what_looks_back(loaded: Loaded, option: dict[str,
         assert together.completions[0] == alone
 
 
-# --- schedules
-
-
 def test_one_speed_is_chosen(loaded: Loaded, tmp_path: Path) -> None:
     """1x is the full model; without a speed, the slowest trained one above 1 runs; a schedule may be a file."""
     model, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
@@ -284,9 +268,6 @@ def test_1x_is_transformers_own(loaded: Loaded) -> None:
     ]
 
 
-# --- broken models
-
-
 @pytest.mark.parametrize(
     ("step", "options"), [(0, {}), (1, {"do_sample": True, "top_k": 3}), (2, {"num_beams": 2}), (5, {})]
 )
@@ -304,9 +285,6 @@ def test_nan_logits_are_an_error_at_every_step(loaded: Loaded, step: int, option
     with pytest.raises(ModelError, match="logits are NaN"):
         write((model, loaded[1]), new=8, **NO_END, **options)
     assert len(passes) == step + 1
-
-
-# --- where texts end
 
 
 class Writes(LogitsProcessor):
@@ -417,9 +395,6 @@ def test_the_same_seed_and_batches_sample_the_same(loaded: Loaded) -> None:
 def test_batches_of_one_prompt_differ(loaded: Loaded) -> None:
     """Each batch has its own random numbers."""
     assert len(set(write(loaded, ["the cat"] * 10, new=10, batch_size=2, seed=0, **SAMPLED))) == 10
-
-
-# --- what is counted
 
 
 def count_passes(model: PreTrainedModel) -> list[int]:

@@ -364,10 +364,8 @@ def test_a_kill_ends_in_the_bytes_of_an_unbroken_run(checkpoint: Path, tmp_path:
 
     process = multiprocessing.get_context("fork").Process(target=job(target).run)
     process.start()
-    deadline = time.monotonic() + 500
     while not partial.exists() or partial.read_bytes().count(b"\n") < 4:
         assert process.is_alive(), "the job ended before it could be killed"
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()
     process.join()

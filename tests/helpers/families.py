@@ -334,3 +334,13 @@ class Probe(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self.measure_layer_kv.append([layer_kv_bytes(layer) for layer in self.cache.layers])
         return scores
+
+
+def texts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """A batch of texts that the model wrote, left-padded, as a Collator makes one."""
+    text = run(model, prompts()).sequences
+    mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
+    batch = {"input_ids": text[:, :-1], "attention_mask": mask[:, :-1], "prompt_length": WIDTH}
+    batch["position_ids"] = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
+    batch["labels"] = torch.cat([torch.full((len(text), 1), -100), text[:, WIDTH:]], 1)
+    return batch

@@ -152,3 +152,8 @@ def run(*arguments: object, stdin: bytes = b"", program: Callable[[], object] = 
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All of a model's, in one row."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from helpers.families import FORMS, LAYERS, WIDTH, build, prompts, run
+from helpers.families import FORMS, LAYERS, build, texts_of
 from skipdecode import Schedule, attach
 from skipdecode.evaluation.divergence import divergence
 from skipdecode.model.teacher_forcing import PrefilledBatch
@@ -17,16 +16,6 @@ from skipdecode.training.adapter_init import RIDGE, Moments
 from skipdecode.training.distill import make_model
 
 SIZE, SAMPLES = 6, 500
-
-
-def texts_of(model: PreTrainedModel) -> dict[str, Any]:
-    """A batch of texts that the model wrote, left-padded, as a Collator makes one."""
-    text = run(model, prompts()).sequences
-    mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
-    batch = {"input_ids": text[:, :-1], "attention_mask": mask[:, :-1], "prompt_length": WIDTH}
-    batch["position_ids"] = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
-    batch["labels"] = torch.cat([torch.full((len(text), 1), -100), text[:, WIDTH:]], 1)
-    return batch
 
 
 def error(x: Tensor, y: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> float:

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import skipdecode
-from helpers.tiny import EXAMPLES, TEXTS, run, train_tokenizer, write_examples
+from helpers.tiny import EXAMPLES, TEXTS, run, train_tokenizer, weights, write_examples
 from skipdecode import Schedule
 from skipdecode.data.tasks import Example
 from skipdecode.errors import DataError, DivergedError, ModelError, UsageError
@@ -35,11 +34,6 @@ def train(checkpoint: Path, data: Path, output: Path, say: Any = str, overwrite:
     config = TrainConfig.create(model=str(checkpoint), data=str(data), output=str(output), **SHORT | options)
     training.train(config, overwrite=overwrite, say=say)
     return AutoModelForCausalLM.from_pretrained(output)
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    """All of a model's, in one row."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.fixture(scope="module")

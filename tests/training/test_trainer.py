@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import skipdecode
-from helpers.tiny import EXAMPLES
+from helpers.tiny import EXAMPLES, weights
 from skipdecode import Schedule, SkipCache
 from skipdecode.data.collator import Collator, encoded
 from skipdecode.model.cache_name import CACHE
@@ -58,11 +58,6 @@ def trainer_of(
 
 def batch_of(trainer: SkipTrainer, count: int) -> dict[str, Any]:
     return trainer.data_collator(trainer.train_dataset.to_list()[:count])
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    """All of a model's, in one row."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("form", PROMPTS)
