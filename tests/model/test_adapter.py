@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from helpers.families import (
@@ -29,7 +30,10 @@ from skipdecode.model.adapter import (
     ABOUT,
     WEIGHTS,
     Adapter,
+    Bottleneck,
+    LowRankBypass,
     check_base_files,
+    hash_of,
     load_adapter,
     locate_adapter,
     read_schedules,
@@ -78,6 +82,17 @@ def test_the_full_model_and_the_prompt_stay_as_they_are(name: str) -> None:
     assert all(map(torch.equal, run(detach(model), inputs).logits, stock.logits))
 
 
+def test_a_bypass_is_affine_and_a_bottleneck_sees_unit_variance() -> None:
+    """Whatever the scale of the hidden states, their root mean square is 1 where the bottleneck's product begins."""
+    hidden, (bypass, bottleneck) = 50 * torch.randn(64, 256), (LowRankBypass(256, 32), Bottleneck(256, 32))
+    for weight in (bypass.up, bypass.bias, bottleneck.up):
+        nn.init.normal_(weight)
+    torch.testing.assert_close(bypass(hidden), hidden + hidden @ bypass.down @ bypass.up + bypass.bias)
+    inside = hidden / hidden.square().mean(-1, keepdim=True).sqrt() @ bottleneck.down
+    assert 0.9 < inside.std() < 1.1
+    torch.testing.assert_close(bottleneck(hidden), hidden + inside * inside.sigmoid() @ bottleneck.up)
+
+
 def test_modules_and_flops_are_those_of_the_spans_and_every_fourth_layer() -> None:
     """A new adapter changes nothing but by its biases, which are 0."""
     plan = Schedule.from_depths(LAYERS, [6, 3], order=(0, 7, 3, 4, 6, 1, 2, 5), warmup=0)
@@ -107,9 +122,6 @@ def test_schedules_that_it_was_not_trained_for_are_refused() -> None:
         pass
 
 
-# --- the folder
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     """A model, the folder of an adapter for it, and the adapter."""
@@ -137,6 +149,7 @@ def test_the_names_in_the_files_stay(saved: tuple[Any, Path, Adapter]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["adapter.safetensors", "skipdecode_adapter.json"]
     about = json.loads((folder / ABOUT).read_text())
     assert about["skipdecode_adapter"] == 2
+    assert hash_of(torch.arange(600.0).view(30, 20)) == "374b6749"
     assert {"base_model", "rank", "schedules", "base_hashes"} <= about.keys()
     kinds = {(name.split(".")[0], name.split(".")[-1]) for name in load_file(folder / WEIGHTS)}
     spans = {("stand_ins", part) for part in ("down", "up", "bias")}

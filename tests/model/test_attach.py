@@ -73,9 +73,6 @@ FULL = Schedule.full(LAYERS)
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-# --- without a schedule, the full model to the bit
-
-
 @pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
 def test_full_or_nothing_is_bit_identical(name: str, attention: str) -> None:
     """Gates without a cache, the full schedule, and a detached model all give the stock model's bits."""
@@ -185,9 +182,6 @@ def test_accelerates_hooks_may_come_after_the_gates() -> None:
     detach(model)
     assert not [v for m in model.modules() for v in vars(m).values() if isinstance(v, Patch)]
     assert torch.equal(run(model, inputs).sequences, run(build("llama"), inputs).sequences)
-
-
-# --- a schedule for every generate
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -388,9 +382,6 @@ def test_a_compiled_model_is_attached_like_the_one_inside() -> None:
     detach(compiled)
     assert not [*patches_on(model)]
     torch._dynamo.reset()
-
-
-# --- teacher forcing
 
 
 def test_a_teacher_answers_for_the_width_of_the_pass() -> None:

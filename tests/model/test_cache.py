@@ -93,9 +93,6 @@ def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
             )
 
 
-# --- memory
-
-
 class Watch(TorchDispatchMode):
     """Measures after every operation how much memory the tensors occupy that can be reached from a cache."""
 
@@ -155,9 +152,6 @@ def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
     assert all(cache.has_previous_state(index) is True for index in recurrent)
 
 
-# --- what a layer may store
-
-
 def test_a_cache_without_its_gates_is_refused_at_the_first_key() -> None:
     """Gates taken off after the cache was made: no layer may store what no schedule asked for."""
     model = attach(build("llama"))
@@ -181,9 +175,6 @@ def test_a_layer_must_store_the_positions_that_it_runs(stored: int) -> None:
     else:
         with pytest.raises(CacheError, match="layer 0 ran without asking the SkipCache"):
             cache.end_layer(0)
-
-
-# --- going deeper again
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -276,9 +267,6 @@ def test_only_the_full_schedules_cache_can_be_cropped(model: PreTrainedModel) ->
         skipping.crop(-1)
 
 
-# --- a cache that holds everything goes on
-
-
 @pytest.mark.parametrize("name", ["opt", "gemma3"])
 @pytest.mark.parametrize("read", [[WIDTH - 1], [1, 5]], ids=str)
 def test_a_prompt_may_come_in_parts_while_no_layer_is_retired(name: str, read: list[int]) -> None:
@@ -342,9 +330,6 @@ def test_a_copied_cache_belongs_to_the_same_model(name: str) -> None:
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
     logits = [model(ids, attention_mask=mask, **{CACHE: each}).logits for each in (twin, cache)]
     assert torch.equal(*logits)
-
-
-# --- a prefix
 
 
 def prefix_of(model: PreTrainedModel, inputs: dict[str, Tensor], length: int) -> DynamicCache:
@@ -434,9 +419,6 @@ def test_a_full_skip_cache_may_be_the_prefix() -> None:
     caches = [SkipCache(model, TOP, prefix=prefix) for _ in range(2)]
     first, second = (run(model, inputs, **{CACHE: cache}).sequences for cache in caches)
     assert first.tolist() == second.tolist() == run(model, inputs, TOP).sequences.tolist()
-
-
-# --- keys and values with room ahead
 
 
 def _stored(layer: DynamicLayer, start: int, count: int) -> None:

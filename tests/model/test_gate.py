@@ -67,9 +67,6 @@ PAIRS = [(name, "prompt-wide") for name in FAMILIES if name not in FORMS]
 PAIRS += [(name, schedule) for name in FORMS for schedule in SCHEDULES]
 
 
-# --- step by step = teacher-forced = the naive reference
-
-
 def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, mask: Tensor, output: Any) -> None:
     """Cached step-by-step logits are those of one uncached pass, and the reference's; not the full model's."""
     steps = torch.stack(output.logits, dim=1)
@@ -208,9 +205,6 @@ def test_the_form_of_layers_is_not_learnt_from_who_ran_before() -> None:
         assert distance(torch.stack(output.logits, 1), expected) < 1e-5
 
 
-# --- batch = alone
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
     """Each padded row's greedy tokens are those of the row alone without padding; its logits too, in fp32."""
@@ -220,9 +214,6 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
         alone = run(model, row(inputs, index), schedule)
         assert together.sequences[index, WIDTH:].tolist() == alone.sequences[0, LENGTHS[index] :].tolist()
         assert distance(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0]) < 10 * TOLERANCE
-
-
-# --- work falls
 
 
 def layer_flops(model: PreTrainedModel, layer: int, batch: int, queries: int, keys: int) -> int:
@@ -332,9 +323,6 @@ def test_a_pass_costs_each_layer_the_positions_it_runs(name: str) -> None:
             assert ran < alone[WIDTH][layer]
 
 
-# --- one gate, called as a model calls its layer
-
-
 def test_a_skipped_layer_passes_its_first_argument_on() -> None:
     """Hidden states come first or by their name; what a layer returns beside them is learnt without the cache."""
     model = attach(build("gpt2"))
@@ -370,9 +358,6 @@ def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
     assert gates.like_output(hidden) == (hidden, None, None)
     gates.learn_output(hidden)
     assert gates.like_output(hidden) is hidden
-
-
-# --- the arguments of a layer
 
 
 #: The last 4 of 9 positions, of which a layer runs 3: it sees the keys of the 5 before them as well.
@@ -465,9 +450,6 @@ def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
     moved = cut["shared_kv_states"].to(torch.float16)
     assert [tuple(x.shape) for x in moved[0]] == [(2, 1, 8, 8)] * 2
     assert {x.dtype for x in shared[0]} == {torch.float16}
-
-
-# --- passes that cannot be exact
 
 
 def packed(kwargs: dict[str, Any]) -> bool:
