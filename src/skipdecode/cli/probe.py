@@ -11,7 +11,7 @@ from typer import Option
 from . import options as o
 from .console import print_table, say
 
-SPEEDUPS = (1.1, 1.25, 1.5, 2.0, 3.0)
+SPEEDUPS = (1.25, 1.5, 2.0)
 
 
 def probe(

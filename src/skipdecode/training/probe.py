@@ -47,7 +47,7 @@ def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
 
 def probe(
     name: str,
-    speedups: Sequence[float] = (1.1, 1.25, 1.5, 2.0, 3.0),
+    speedups: Sequence[float] = (1.25, 1.5, 2.0),
     *,
     prompts: str | Path | None = None,
     num_texts: int = 64,
