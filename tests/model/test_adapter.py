@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -128,8 +129,9 @@ def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     model = build("llama")
     adapter = random_adapter(model, TOP)
     model.save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "adapter", adapter, model, "some/model")
-    return model, tmp_path / "adapter", adapter
+    for _ in range(2):  # over an earlier one
+        save_adapter(tmp_path / "run" / "adapter", adapter, model, "some/model")
+    return model, tmp_path / "run" / "adapter", adapter
 
 
 def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> None:
@@ -225,6 +227,22 @@ def test_weights_that_cannot_be_compared_in_memory_are_compared_in_files(
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError, match="another model"):
         load_adapter(folder, model, lambda: tmp_path / "other")
+
+
+def test_a_name_on_the_hub_has_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no folder here; of the repository, the adapter's own files are downloaded."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, **kwargs: asked.append((args, kwargs)) or "x"
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me" / "here").mkdir(parents=True)
+    for name in ("./fast", "~/fast", "/fast", "fast", "a/b/fast", "me/here", Path("me/here")):
+        assert locate_adapter(name) == Path(name)
+    assert asked == []
+    for hub_name in ("me/fast", Path("me/fast")):
+        assert locate_adapter(hub_name) == Path("x")
+    assert asked == [(("me/fast",), {"allow_patterns": [ABOUT, WEIGHTS]})] * 2
 
 
 @pytest.mark.parametrize("file", [ABOUT, WEIGHTS])

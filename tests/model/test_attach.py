@@ -196,6 +196,13 @@ def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
     assert "generate" not in vars(model)
 
 
+def test_a_patched_method_has_its_name_and_text() -> None:
+    model, names = attach(build("llama"), TOP), ("__module__", "__name__", "__qualname__", "__doc__")
+    for method in ("generate", "forward"):
+        own, stock = getattr(model, method), getattr(type(model), method)
+        assert [getattr(own, name) for name in names] == [getattr(stock, name) for name in names]
+
+
 def test_nan_never_becomes_a_token() -> None:
     """At whatever step, in ``model.generate`` too: greedy decoding would write token 0 to the end."""
     model, passes = attach(build("llama"), TOP), itertools.count()
