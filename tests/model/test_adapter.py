@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -231,18 +232,16 @@ def test_weights_that_cannot_be_compared_in_memory_are_compared_in_files(
 
 def test_a_name_on_the_hub_has_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no folder here; of the repository, the adapter's own files are downloaded."""
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *args, **kwargs: asked.append((args, kwargs)) or "x"
-    )
+    download = mock.Mock(return_value="x")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me" / "here").mkdir(parents=True)
     for name in ("./fast", "~/fast", "/fast", "fast", "a/b/fast", "me/here", Path("me/here")):
         assert locate_adapter(name) == Path(name)
-    assert asked == []
+    assert not download.called
     for hub_name in ("me/fast", Path("me/fast")):
         assert locate_adapter(hub_name) == Path("x")
-    assert asked == [(("me/fast",), {"allow_patterns": [ABOUT, WEIGHTS]})] * 2
+    assert download.call_args_list == [mock.call("me/fast", allow_patterns=[ABOUT, WEIGHTS])] * 2
 
 
 @pytest.mark.parametrize("file", [ABOUT, WEIGHTS])
