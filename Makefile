@@ -85,8 +85,9 @@ test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/inside_vllm
 
 # And on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
+# The interpreter has no isnan, so vLLM cannot count NaN logits here.
 test-vllm-v2: $(VLLM)/installed
-	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
+	TRITON_INTERPRET=1 VLLM_RAISE_ON_LOGIT_NANS=0 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
 		$(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py \
 		tests/inside_vllm/test_graphs.py $(V2)
 
