@@ -359,7 +359,7 @@ def test_a_kill_ends_in_the_bytes_of_an_unbroken_run(checkpoint: Path, tmp_path:
     target, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
 
     def job(output: Path) -> GenerationJob:
-        options = {"max_new_tokens": 40, "do_sample": True}
+        options = {"max_new_tokens": 20, "do_sample": True}
         return GenerationJob(Checkpoint.resolve(checkpoint), source, output, batch_size=2, seed=5, options=options)
 
     process = multiprocessing.get_context("fork").Process(target=job(target).run)

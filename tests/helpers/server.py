@@ -60,12 +60,16 @@ class Server:
         )
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @contextmanager
 def serve(folder: Path, *options: str, model: str = "demo") -> Iterator[Server]:
     """``skipdecode serve`` with these options on a free port, once it is healthy; its log is in ``folder``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "skipdecode", "serve", model, *options, "--host", "127.0.0.1", "--port", str(port)]
     log = folder / "server.log"
     with log.open("wb") as out:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
 from pathlib import Path
 from shutil import copytree
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, dynamic_module_utils
 
 import skipdecode
 from helpers.families import LAYERS, build, prompts
@@ -27,25 +26,23 @@ from skipdecode.model.adapter import Adapter, save_adapter
 SCHEDULES = {2.0: Schedule(LAYERS, 4, 4, horizon=1, decay="constant")}
 SOURCES = sources()
 
-#: What a user without this package runs, for each pair of a model and the options of a call, which come as JSON.
-ALONE = """
-import json, sys
-sys.modules["skipdecode"] = None
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-found = []
-for name, prompts, options in json.loads(sys.argv[1]):
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    if options.pop("stream", False):
-        options["streamer"] = TextStreamer(tokenizer)
-    written = model.generate(**inputs, trust_remote_code=True, max_new_tokens=12, do_sample=False, **options)
-    found.append(written[:, inputs["input_ids"].shape[1]:].tolist())
-print(json.dumps(found))
-"""
+def generate_alone(calls: list[tuple[str, list[str], dict[str, Any]]], folder: Path) -> None:
+    """What a user without this package runs, in a process of its own: the tokens of each call, in ``found.json``."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "skipdecode"]:
+        sys.modules[name] = None  # type: ignore[assignment]
+    dynamic_module_utils.HF_MODULES_CACHE = str(folder / "modules")
+    found = []
+    for name, texts, options in calls:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        if options.pop("stream", False):
+            options["streamer"] = TextStreamer(tokenizer)
+        made = model.generate(**inputs, trust_remote_code=True, max_new_tokens=12, do_sample=False, **options)
+        found.append(made[:, inputs["input_ids"].shape[1] :].tolist())
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 def saved_adapter(folder: Path, model: Any, base: str, seed: int = 0) -> Path:
@@ -77,11 +74,11 @@ def test_transformers_alone_generates_what_this_package_generates(checkpoint: Pa
     asked = []
     for model, texts, options in calls:
         asked.append((str(model), texts, options | {"custom_generate": str(demo if model == demo else adapter)}))
-    places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", ALONE, json.dumps(asked)]
-    done = subprocess.run(command, env=os.environ | places, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    process = multiprocessing.get_context("fork").Process(target=generate_alone, args=(asked, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    found = json.loads((tmp_path / "found.json").read_text())
     loaded = {name: skipdecode.load(name, dtype="float32", device="cpu") for name in (demo, adapter)}
     for (_, texts, options), tokens in zip(calls, found, strict=True):
         model, tokenizer = loaded[adapter if "adapter" in options else demo]

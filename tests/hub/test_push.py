@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
@@ -20,26 +21,26 @@ from helpers.hub import hub
 from helpers.tiny import TEXTS
 from skipdecode import Schedule
 from skipdecode.errors import ModelError, UsageError
-from skipdecode.hub.push import prepare
+from skipdecode.hub.push import prepare, upload
 from skipdecode.loading.load import DEMO
 from skipdecode.model.adapter import Adapter, save_adapter
 
 SCHEDULES = {speed: Schedule.for_speedup(speed, LAYERS) for speed in (2.0, 4.0)}
 
-#: Uploads folders, loads each back by its name on the Hub, and prints what it generates.
-ROUND_TRIPS = """
-import json, sys
-from pathlib import Path
-import skipdecode
-from skipdecode.hub.push import prepare, upload
-for folder, repo, options, model, prompts in json.loads(sys.argv[1]):
-    upload_folder = Path("upload", repo)
-    prepare(Path(folder), repo, upload_folder, **options)
-    print(upload(upload_folder, repo, private=True))
-    loaded = skipdecode.load(model or repo, device="cpu", adapter=repo if model else None)
-    found = skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=8)
-    print(json.dumps([completion.text for completion in found.completions]))
-"""
+
+def round_trips(trips: list[tuple[str, str, dict[str, Any], str | None, list[str]]], folder: Path, url: str) -> None:
+    """Upload folders, load each back by its name on the Hub, generate; in a process of its own, with that hub."""
+    places = {"HF_ENDPOINT": url, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_test"}
+    os.environ.update(places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"})
+    importlib.reload(huggingface_hub.constants)
+    found = []
+    for source, repo, options, model, prompts in trips:
+        prepare(Path(source), repo, folder / "upload" / repo, **options)
+        address = upload(folder / "upload" / repo, repo, private=True)
+        loaded = skipdecode.load(model or repo, device="cpu", adapter=repo if model else None)
+        made = skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=8)
+        found.append((address, [completion.text for completion in made.completions]))
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 @pytest.fixture
@@ -64,12 +65,11 @@ def test_an_adapter_and_a_checkpoint_go_up_and_come_back(adapter: Path, checkpoi
         (str(DEMO), "me/demo", {}, None, prompts),
     ]
     with hub() as served:
-        places = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"}
-        environment = os.environ | places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-c", ROUND_TRIPS, json.dumps(trips)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *_, first, texts, second, more = done.stdout.splitlines()
+        process = multiprocessing.get_context("fork").Process(target=round_trips, args=(trips, tmp_path, served.url))
+        process.start()
+        process.join()
+    assert process.exitcode == 0
+    (first, texts), (second, more) = json.loads((tmp_path / "found.json").read_text())
     assert (first, second) == (f"{served.url}/me/fast", f"{served.url}/me/demo")
     files = served.files["me/fast"]
     top = {name for name in files if "/" not in name}
@@ -82,7 +82,7 @@ def test_an_adapter_and_a_checkpoint_go_up_and_come_back(adapter: Path, checkpoi
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= {*served.files["me/demo"]}
     for name, asked, found in ((adapter, TEXTS[:3], texts), ("demo", prompts, more)):
         here = skipdecode.generate(*skipdecode.load(name, device="cpu"), asked, speedup=2, max_new_tokens=8)
-        assert json.loads(found) == [completion.text for completion in here.completions]
+        assert found == [completion.text for completion in here.completions]
 
 
 def test_files_of_any_name_go_along(tmp_path: Path) -> None:

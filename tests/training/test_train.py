@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from torch.multiprocessing.spawn import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import skipdecode
+from helpers.server import free_port
 from helpers.tiny import EXAMPLES, TEXTS, run, train_tokenizer, weights, write_examples
 from skipdecode import Schedule
 from skipdecode.data.tasks import Example
@@ -284,25 +284,23 @@ def test_a_diverged_run_saves_nothing(with_dropout: Path, data: Path, tmp_path: 
     train(with_dropout, data, tmp_path / "out", overwrite=True, **options | {"max_steps": 1})
 
 
+def _train_as(rank: int, port: int, config: TrainConfig) -> None:
+    """One process of two, as torchrun starts them; without a GPU they talk by gloo."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    training.train(config)
+
+
 @pytest.mark.slow
 def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
     """With the same rows a step: the same speeds on both, equal to rounding."""
-    write_examples(tmp_path / "rows.jsonl", (EXAMPLES * 2)[:24])
-    options = RUN | {"warmup_steps": 0, "lr_scheduler_type": "constant", "max_steps": 5, "batch_size": 8}
-    one = train(checkpoint, tmp_path / "rows.jsonl", tmp_path / "one", **options)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # --multi_gpu is torchrun; without a GPU the processes talk by gloo.
-    launch = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
-    launch += " --mixed_precision no --dynamo_backend no -m skipdecode train"
-    words = [checkpoint, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "two", "--batch-size", 4]
-    given = {name: value for name, value in (SHORT | options).items() if name != "batch_size"}
-    (tmp_path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in given.items()))
-    command = [sys.executable, *launch.split(), *map(str, words), "--config", str(tmp_path / "run.yaml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    rows = write_examples(tmp_path / "rows.jsonl", (EXAMPLES * 2)[:24])
+    options = RUN | {"warmup_steps": 0, "lr_scheduler_type": "constant", "max_steps": 5}
+    one = train(checkpoint, rows, tmp_path / "one", **options | {"batch_size": 8})
+    files = {"model": str(checkpoint), "data": str(rows), "output": str(tmp_path / "two")}
+    config = TrainConfig.create(**files | SHORT | options | {"batch_size": 4})
+    start_processes(_train_as, (free_port(), config), nprocs=2, start_method="fork")
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     moved = (weights(one) - weights(AutoModelForCausalLM.from_pretrained(checkpoint))).abs().max()
     assert moved > 1e-3

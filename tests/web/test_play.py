@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from gradio_client import Client
-from playwright.sync_api import sync_playwright
 
 from skipdecode import Schedule, generate, load
 from skipdecode.data.tokenize import encode_prompts
 from skipdecode.errors import ModelError
-from skipdecode.web.play import TokenStream, launch, mark_differences, page, side_by_side
 
 PROMPT = "name Zizzi, food English, area riverside ->"
 NEW = 24
@@ -30,9 +28,15 @@ def demo() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def address(demo: tuple[Any, Any]) -> Iterator[str]:
-    blocks = page(*demo, SCHEDULES, "demo", NEW)
-    launch(blocks, prevent_thread_lock=True, quiet=True)
+def web() -> Any:
+    """The module under test, with gradio: seconds, for the one worker that runs these tests."""
+    return importlib.import_module("skipdecode.web.play")
+
+
+@pytest.fixture(scope="module")
+def address(web: Any, demo: tuple[Any, Any]) -> Iterator[str]:
+    blocks = web.page(*demo, SCHEDULES, "demo", NEW)
+    web.launch(blocks, prevent_thread_lock=True, quiet=True)
     yield str(blocks.local_url)
     blocks.close()
 
@@ -46,34 +50,37 @@ def visible(html: str) -> str:
     return re.sub(r"<[^>]+>", "", html)
 
 
-def stream(demo: tuple[Any, Any], schedule: Schedule, **options: Any) -> TokenStream:
-    model, tokenizer = demo
-    made = TokenStream(model, encode_prompts(tokenizer, [PROMPT])[0], schedule, **options)
-    for _ in range(8):
-        made.step()
-    return made
+@pytest.fixture
+def stream(web: Any, demo: tuple[Any, Any]) -> Callable[..., Any]:
+    def eight_steps(schedule: Schedule, **options: Any) -> Any:
+        made = web.TokenStream(demo[0], encode_prompts(demo[1], [PROMPT])[0], schedule, **options)
+        for _ in range(8):
+            made.step()
+        return made
+
+    return eight_steps
 
 
-def test_a_greedy_stream_is_what_generate_generates(demo: tuple[Any, Any]) -> None:
+def test_a_greedy_stream_is_what_generate_generates(demo: tuple[Any, Any], stream: Callable[..., Any]) -> None:
     schedule = Schedule(24, 16, 8, 6, prompt_layers=20, prompt_decay=3)
-    made = stream(demo, schedule)
+    made = stream(schedule)
     (expected,) = generate(*demo, [PROMPT], schedule=schedule, max_new_tokens=8).completions
     assert demo[1].decode(made.tokens) == expected.text
     assert made.cache.step_depths == [schedule.depth(g) for g in range(7)]
 
 
-def test_options_act_as_in_generate(demo: tuple[Any, Any]) -> None:
+def test_options_act_as_in_generate(demo: tuple[Any, Any], stream: Callable[..., Any]) -> None:
     options: dict[str, Any] = {"repetition_penalty": 1.5}
     (expected,) = generate(*demo, [PROMPT], schedule=SCHEDULES[3.0], max_new_tokens=8, **options).completions
-    assert demo[1].decode(stream(demo, SCHEDULES[3.0], **options).tokens) == expected.text
-    likeliest = stream(demo, SCHEDULES[3.0], do_sample=True, top_k=1)
-    assert likeliest.tokens == stream(demo, SCHEDULES[3.0]).tokens
-    hot = [stream(demo, SCHEDULES[3.0], do_sample=True, temperature=9.0).tokens for _ in range(2)]
+    assert demo[1].decode(stream(SCHEDULES[3.0], **options).tokens) == expected.text
+    likeliest = stream(SCHEDULES[3.0], do_sample=True, top_k=1)
+    assert likeliest.tokens == stream(SCHEDULES[3.0]).tokens
+    hot = [stream(SCHEDULES[3.0], do_sample=True, temperature=9.0).tokens for _ in range(2)]
     assert hot[0] == hot[1] != likeliest.tokens
 
 
-def test_nan_never_becomes_a_token(demo: tuple[Any, Any]) -> None:
-    made = stream(demo, SCHEDULES[3.0])
+def test_nan_never_becomes_a_token(demo: tuple[Any, Any], stream: Callable[..., Any]) -> None:
+    made = stream(SCHEDULES[3.0])
     head = demo[0].get_output_embeddings()
     handle = head.register_forward_hook(lambda module, args, output: output * torch.nan)
     with pytest.raises(ModelError, match="NaN"):
@@ -84,6 +91,8 @@ def test_nan_never_becomes_a_token(demo: tuple[Any, Any]) -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_what_generate_generates(demo: tuple[Any, Any], address: str) -> None:
+    from gradio_client import Client
+
     shown = Client(address, verbose=False).predict(PROMPT, False, NEW, api_name="/generate")
     assert [visible(html) for html in shown[::2]] == expected(demo)
     assert "24.0 of 24 layers" in visible(shown[1])
@@ -93,6 +102,8 @@ def test_the_page_shows_what_generate_generates(demo: tuple[Any, Any], address: 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_visitor_sees_both_outputs(demo: tuple[Any, Any], address: str) -> None:
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page()
@@ -106,7 +117,7 @@ def test_a_visitor_sees_both_outputs(demo: tuple[Any, Any], address: str) -> Non
         browser.close()
 
 
-def test_the_speeds_take_turns_by_time() -> None:
+def test_the_speeds_take_turns_by_time(web: Any) -> None:
     """The next token is always that of the output that has computed least."""
 
     class Fake:
@@ -123,7 +134,7 @@ def test_the_speeds_take_turns_by_time() -> None:
         step = each.step
         each.step = lambda step=step: (step(), gaps.append(abs(slow.seconds - fast.seconds)))  # type: ignore
     outputs: Any = [slow, fast]
-    for _ in side_by_side(outputs, 10, threading.Lock()):
+    for _ in web.side_by_side(outputs, 10, threading.Lock()):
         pass
     assert max(gaps[:8]) <= 3
     assert slow.done
@@ -140,12 +151,12 @@ def test_the_speeds_take_turns_by_time() -> None:
         ("", "a b", []),
     ],
 )
-def test_words_are_marked_that_the_reference_lacks(text: str, reference: str, marks: list[str]) -> None:
-    html = mark_differences(text, reference, finished=True)
+def test_words_are_marked_that_the_reference_lacks(web: Any, text: str, reference: str, marks: list[str]) -> None:
+    html = web.mark_differences(text, reference, finished=True)
     assert " ".join(re.findall(r"<mark>\s*(.*?)</mark>", html)).split() == " ".join(marks).split()
     assert visible(html).replace("&lt;", "<").replace("&gt;", ">") == text
 
 
-def test_words_beyond_an_unfinished_reference_are_not_marked() -> None:
-    assert "<mark>" not in mark_differences("a b c d", "a b", finished=False)
-    assert "<mark>" in mark_differences("a b c d", "a b", finished=True)
+def test_words_beyond_an_unfinished_reference_are_not_marked(web: Any) -> None:
+    assert "<mark>" not in web.mark_differences("a b c d", "a b", finished=False)
+    assert "<mark>" in web.mark_differences("a b c d", "a b", finished=True)
