@@ -272,7 +272,7 @@ def choose_schedule(
 
 
 class SkippedSpan(NamedTuple):
-    """Layers ``start`` to ``stop - 1``, which a position skips between two layers that it runs."""
+    """Layers ``start`` to ``stop - 1``, which a position skips; it runs those before and after, if there are any."""
 
     start: int
     stop: int

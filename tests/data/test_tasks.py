@@ -157,8 +157,8 @@ def test_rows_of_many_forms_are_read(
         ({"prompt_column": "query"}, QA, r"expected a column query, found question, answer, id"),
         ({"prompt_share": 0.5}, {"prompt": "x", "response": "y"}, "expected a column text"),
         ({"prompt_share": 0.5}, {"text": "x y", "response": "y"}, "prompt_share is for plain text"),
-        ({}, {"text": "What sat?"}, "a plain text: give --prompt-share"),
-        ({}, {"messages": ["hello"]}, "messages are a list"),
+        ({}, {"text": "What sat?"}, "a plain text: name its column prompt"),
+        ({}, {"messages": ["hello"]}, "messages: a list"),
         ({}, {"messages": [{"from": "human", "value": "x"}]}, "message 1 has no role"),
         (
             {},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from shutil import copytree
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, dynamic_module_utils
 
 import skipdecode
@@ -27,7 +27,7 @@ SCHEDULES = {2.0: Schedule(LAYERS, 4, 4, horizon=1, decay="constant")}
 SOURCES = sources()
 
 
-def generate_alone(calls: list[tuple[str, list[str], dict[str, Any]]], folder: Path) -> None:
+def generate_alone(_: int, calls: list[tuple[str, list[str], dict[str, Any]]], folder: Path) -> None:
     """What a user without this package runs, in a process of its own: the tokens of each call, in ``found.json``."""
     for name in [name for name in sys.modules if name.split(".")[0] == "skipdecode"]:
         sys.modules[name] = None  # type: ignore[assignment]
@@ -74,10 +74,7 @@ def test_transformers_alone_generates_what_this_package_generates(checkpoint: Pa
     asked = []
     for model, texts, options in calls:
         asked.append((str(model), texts, options | {"custom_generate": str(demo if model == demo else adapter)}))
-    process = multiprocessing.get_context("fork").Process(target=generate_alone, args=(asked, tmp_path))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    start_processes(generate_alone, (asked, tmp_path), nprocs=1, start_method="fork")
     found = json.loads((tmp_path / "found.json").read_text())
     loaded = {name: skipdecode.load(name, dtype="float32", device="cpu") for name in (demo, adapter)}
     for (_, texts, options), tokens in zip(calls, found, strict=True):

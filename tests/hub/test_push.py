@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import yaml
+from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM
 
 import skipdecode
@@ -28,7 +28,9 @@ from skipdecode.model.adapter import Adapter, save_adapter
 SCHEDULES = {speed: Schedule.for_speedup(speed, LAYERS) for speed in (2.0, 4.0)}
 
 
-def round_trips(trips: list[tuple[str, str, dict[str, Any], str | None, list[str]]], folder: Path, url: str) -> None:
+def round_trips(
+    _: int, trips: list[tuple[str, str, dict[str, Any], str | None, list[str]]], folder: Path, url: str
+) -> None:
     """Upload folders, load each back by its name on the Hub, generate; in a process of its own, with that hub."""
     places = {"HF_ENDPOINT": url, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_test"}
     os.environ.update(places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"})
@@ -65,10 +67,7 @@ def test_an_adapter_and_a_checkpoint_go_up_and_come_back(adapter: Path, checkpoi
         (str(DEMO), "me/demo", {}, None, prompts),
     ]
     with hub() as served:
-        process = multiprocessing.get_context("fork").Process(target=round_trips, args=(trips, tmp_path, served.url))
-        process.start()
-        process.join()
-    assert process.exitcode == 0
+        start_processes(round_trips, (trips, tmp_path, served.url), nprocs=1, start_method="fork")
     (first, texts), (second, more) = json.loads((tmp_path / "found.json").read_text())
     assert (first, second) == (f"{served.url}/me/fast", f"{served.url}/me/demo")
     files = served.files["me/fast"]

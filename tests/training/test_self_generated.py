@@ -35,7 +35,7 @@ def test_what_teaches_nothing_is_left_out() -> None:
     said: list[str] = []
     kept = own.keep_texts(prompts, texts, said.append)
     assert kept == [Example("a", (" x",)), Example("b", (" x",))]
-    assert said == ["left out of the self-generated texts: 1 repeated, 1 empty, 1 looping, 1 refused"]
+    assert said == ["left out of what the model generated: 1 repeated, 1 empty, 1 looping, 1 refused"]
     with pytest.raises(DataError, match=r"no text is left to learn from \(2 empty\)"):
         own.keep_texts(["a", "b"], completions("", " "), said.append)
 

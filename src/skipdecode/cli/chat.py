@@ -32,12 +32,11 @@ def chat(
     """
     from ..generation.chat import Conversation, sampling_options
     from ..loading.load import Checkpoint
-    from ..schedule import choose_schedule
 
     checkpoint = Checkpoint.resolve(model, adapter)
     if checkpoint.tokenizer.chat_template is None:
         raise UsageError(f"{model} has no chat template: use skipdecode generate")
-    schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
+    schedule = checkpoint.schedule(speedup)
     chosen = {"temperature": temperature, "top_p": top_p, "repetition_penalty": repetition_penalty}
     sampling = sampling_options(checkpoint.generation_config, chosen)
     conversation = Conversation(checkpoint.load(dtype=dtype), checkpoint.tokenizer, system)
@@ -53,7 +52,7 @@ def chat(
             elif command == "/speed":
                 if re.fullmatch(r"\d+(\.\d+)?", value) is None:
                     raise UsageError(f"/speed takes a number, as in /speed 2, not {value!r}")
-                schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, float(value))
+                schedule = checkpoint.schedule(float(value))
                 say(f"{value}x from here on")
             elif command == "/help":
                 say(HELP)

@@ -25,11 +25,10 @@ def demo(speedups: o.Speedups = None, as_json: o.Json = False) -> None:
     from ..latency.timing import alternate, compare, forced, typical_steps
     from ..loading.device import machine
     from ..loading.load import DEMO, Checkpoint
-    from ..schedule import choose_schedule
 
     checkpoint = Checkpoint.resolve("demo")
     speeds = sorted({1.0, *(o.parse_speedups(speedups) or checkpoint.schedules)})
-    schedules = {speedup: choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup) for speedup in speeds}
+    schedules = {speedup: checkpoint.schedule(speedup) for speedup in speeds}
     task = get_task("e2e")
     with (DEMO / "inputs.csv").open(encoding="utf-8", newline="") as file:
         prompts = [task.example(row).prompt for row in csv.DictReader(file)]

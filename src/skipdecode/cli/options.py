@@ -13,7 +13,7 @@ from ..errors import UsageError
 Model = Annotated[str, Argument(metavar="MODEL", help="Folder, Hub name, GGUF file, adapter's folder, or 'demo'.")]
 Adapter = Annotated[Path | None, Option(help="Folder or Hub name of an adapter for MODEL.")]
 Speedup = Annotated[float | None, Option(help="Speed; 2 runs half of the layers. Default: slowest trained above 1.")]
-Speedups = Annotated[str | None, Option(help="Speeds with commas between; default: the trained ones.")]
+Speedups = Annotated[str | None, Option(help="Speeds with commas between; default: the trained ones, if any.")]
 Task = Annotated[
     Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"], Option(help="Prompt format of a data set; jsonl takes any rows.")
 ]
@@ -28,7 +28,7 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Replace an output that i
 
 # --- decoding, by transformers' names
 BatchSize = Annotated[int, Option(min=1, help="Sequences decoded together.")]
-MaxNewTokens = Annotated[int | None, Option(min=1, help="Most new tokens per sequence; default: the task's.")]
+MaxNewTokens = Annotated[int | None, Option(min=1, help="Most new tokens per sequence; default: the task's, or 128.")]
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
 Temperature = Annotated[float | None, Option(min=0, help="Sampling temperature.")]
 TopP = Annotated[float | None, Option(min=0, max=1, help="Nucleus sampling: total probability of the tokens kept.")]

@@ -29,16 +29,13 @@ def play(
     """
     from ..generation.chat import sampling_options
     from ..loading.load import Checkpoint
-    from ..schedule import choose_schedule
     from ..web.play import launch, page
 
     checkpoint = Checkpoint.resolve(model, adapter)
     speeds = o.parse_speedups(speedups) or default_speedups(tuple(checkpoint.schedules))
     if len(speeds) > COLUMNS:
         raise UsageError(f"{COLUMNS} speeds fit side by side, not {len(speeds)}")
-    schedules = {
-        speedup: choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup) for speedup in sorted(speeds)
-    }
+    schedules = {speedup: checkpoint.schedule(speedup) for speedup in sorted(speeds)}
     tokenizer = checkpoint.tokenizer
     options = sampling_options(checkpoint.generation_config, {}) if tokenizer.chat_template else {}
     blocks = page(checkpoint.load(), tokenizer, schedules, model, max_new_tokens, **options)

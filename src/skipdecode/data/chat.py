@@ -35,7 +35,7 @@ def parse_messages(value: Any) -> Chat:
     Raises DataError for anything else, and for fields that would not reach the model: images, tool calls, names.
     """
     if not is_conversation(value):
-        raise DataError("messages are a list of {'role': …, 'content': …}, at least one")
+        raise DataError("a prompt is a text, or messages: a list of {'role': …, 'content': …}")
     chat = []
     for number, message in enumerate(value, 1):
         fields = message._asdict() if isinstance(message, Message) else message

@@ -72,7 +72,7 @@ def encoded(
 ) -> list[dict[str, Any]]:
     """Rows of ``prompt_ids`` and the first reference's ``response_ids``, at most ``max_length`` ids together.
 
-    Longer examples are left out. ``as_written``: a model wrote the references, see :func:`encode_response`.
+    Longer ones, and empty responses, are left out. ``as_written``: a model wrote them, see :func:`encode_response`.
     """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     pairs = [(example.prompt, example.references[0]) for example in examples]

@@ -121,7 +121,7 @@ def plain(
         return Example(parse_messages(value), references)
     if prompt_share is None:
         if not (references or prompt_column or _first(row, "prompt")):
-            raise DataError("a plain text: give --prompt-share, the share that is the prompt, or --prompt-column text")
+            raise DataError("a plain text: name its column prompt; to train on it, set prompt_share in --config")
         return Example(value, references)
     if references:
         raise DataError("prompt_share is for plain text, but the row has a response")

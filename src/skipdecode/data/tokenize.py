@@ -68,7 +68,7 @@ def encode_response(
         raise ModelError("the tokenizer has no end-of-sequence token: set one before training")
     prompts = [prompt for prompt, _ in pairs]
     if "" in prompts and tokenizer.bos_token_id is None:
-        raise ModelError("an empty prompt needs a begin-of-text token: set tokenizer.bos_token, or --prompt-share > 0")
+        raise ModelError("an empty prompt needs a begin-of-text token: set tokenizer.bos_token, or prompt_share")
     texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
     cut = cut or [False] * len(pairs)
     rests = []

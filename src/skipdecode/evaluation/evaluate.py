@@ -25,7 +25,7 @@ from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
 from ..loading.load import Checkpoint
-from ..model.config import bind, trained_method
+from ..model.config import trained_method
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule, choose_schedule
 from . import report
@@ -134,7 +134,7 @@ def evaluate(
     variants = list_variants(config) if variants is None else variants
     for each in variants:
         if each.schedule is not None:  # refused here, and not after the full model was measured
-            bind(each.schedule, each.checkpoint.config, each.checkpoint.schedules if each.checkpoint.adapter else None)
+            each.checkpoint.schedule(given=each.schedule)
     evaluation = _Evaluation(config, variants[0], say, on_progress)
     saved = {row["variant"]["key"]: row for row in evaluation.records.values}
     rows: list[dict[str, Any]] = []

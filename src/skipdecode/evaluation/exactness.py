@@ -23,7 +23,7 @@ from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
 from ..model.config import bind
 from ..model.inspect import decoder_layers, gates_of, text_config
-from ..schedule import Schedule, choose_schedule
+from ..schedule import Schedule
 
 #: Logits count as equal up to this relative error, or up to TIMES_STOCK times the stock model's own error between
 #: cached and uncached logits. A stock error above ROUNDING is no rounding: the model attends to later positions.
@@ -53,10 +53,8 @@ def check_model(checkpoint: Checkpoint, speedup: float | None = None, dtype: str
     :func:`skipdecode.load`'s. Raises UsageError if the schedule skips nothing, UnsupportedModel if no layer can be
     skipped.
     """
-    if checkpoint.schedules:
-        schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
-    else:
-        schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, decay="linear")
+    falling = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, decay="linear")
+    schedule = checkpoint.schedule(speedup) if checkpoint.schedules else falling
     if schedule.depths is None:
         schedule = schedule.replace(horizon=min(schedule.horizon, HORIZON))
     if schedule.is_full:

@@ -21,7 +21,7 @@ from ..files import Records, write
 from ..loading.device import placement
 from ..loading.load import Checkpoint
 from ..model.config import untrained_warning
-from ..schedule import Schedule, choose_schedule
+from ..schedule import Schedule
 from .generate import check_options, generate_ids, max_positions, prompt_error, split_batches, to_prompts
 from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
@@ -131,7 +131,7 @@ class GenerationJob:
         schedule = self._schedule(say)
         rows, prompts = self._read()
         if checkpoint.tokenizer.chat_template is not None and any(isinstance(prompt, str) for prompt in prompts):
-            say("prompts are texts, which a chat model continues: it answers rows with `messages`")
+            say("prompts are texts: the chat model continues them; it answers rows with `messages`")
         if any(not isinstance(prompt, str) and prompt[-1].role == "assistant" for prompt in prompts):
             say("some conversations end with the assistant's message, which is continued")
         ids = encode_prompts(checkpoint.tokenizer, prompts)
@@ -172,13 +172,12 @@ class GenerationJob:
         return result
 
     def _schedule(self, say: Callable[[str], object]) -> Schedule:
-        trained = self.checkpoint.schedules
         if self.schedule is not None and self.speedup is not None:
             raise UsageError("give one of speedup and schedule")
-        schedule = self.schedule or choose_schedule(trained, self.checkpoint.num_layers, self.speedup)
+        schedule = self.checkpoint.schedule(self.speedup, self.schedule)
         if schedule.is_full and self.speedup is None and self.schedule is None:
             say(f"{self.checkpoint.name} was not trained to skip layers: it runs at 1x (--speedup changes that)")
-        elif warning := untrained_warning(schedule, trained):
+        elif warning := untrained_warning(schedule, self.checkpoint.schedules):
             say(warning)
         return schedule
 

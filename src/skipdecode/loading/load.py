@@ -28,7 +28,7 @@ from transformers.utils import is_accelerate_available, is_gguf_available
 from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
 from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..model.attach import attach
-from ..model.config import CONFIG_KEY, config_schedules, num_layers, set_entry
+from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, set_entry
 from ..schedule import Schedule, choose_schedule
 from .device import placement
 from .int8 import linear_class, optimize
@@ -111,6 +111,12 @@ class Checkpoint:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return num_layers(self.config)
+
+    def schedule(self, speedup: float | None = None, given: Schedule | None = None) -> Schedule:
+        """Schedule for a speed-up, or the given one. Raises ScheduleError if the model or its adapter cannot run it."""
+        schedule = given or choose_schedule(self.schedules, self.num_layers, speedup)
+        bind(schedule, self.config, None if self.adapter is None else self.schedules)
+        return schedule
 
     @cached_property
     def folder(self) -> Path:

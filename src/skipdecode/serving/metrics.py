@@ -17,7 +17,7 @@ LABELS = ("model_name", "speedup")
 
 
 class RequestMetrics:
-    """Metrics of one API server's requests, and its load policy."""
+    """One API server's requests: the speeds that their model names ask for, their metrics, and the load policy."""
 
     def __init__(self, serving: Serving, model_name: str) -> None:
         self.serving = serving

@@ -227,6 +227,6 @@ def forecast(
     size *= args.gradient_accumulation_steps
     steps = args.max_steps if args.max_steps > 0 else math.ceil(config.num_texts * args.num_train_epochs / size)
     learning = steps * args.gradient_accumulation_steps * seconds
-    whole, *parts = [tqdm.format_interval(part) for part in (writing + learning, writing, learning)]
+    whole, writes, learns = [tqdm.format_interval(part) for part in (writing + learning, writing, learning)]
     count = config.num_texts
-    return f"this takes about {whole} at most: {parts[0]} for {count:,} texts, {parts[1]} for {steps:,} steps"
+    return f"this takes about {whole} without evaluation: {writes} for {count:,} texts, {learns} for {steps:,} steps"

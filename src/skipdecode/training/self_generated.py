@@ -132,7 +132,7 @@ def keep_texts(
     if not texts:
         raise DataError(f"no text is left to learn from ({counts}): give other --prompts, or another --temperature")
     if counts:
-        say(f"left out of the self-generated texts: {counts}")
+        say(f"left out of what the model generated: {counts}")
     return list(texts)
 
 
