@@ -350,7 +350,7 @@ def original() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def gguf_file(original: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It as a GGUF file in float32, with a BPE tokenizer whose turns end with END_OF_TURN."""
-    gguf: Any = pytest.importorskip("gguf", reason="needs gguf: pip install 'skipdecode[gguf]'")
+    gguf: Any = pytest.importorskip("gguf", reason="needs gguf: pip install '.[gguf]' in a clone")
     path, config = tmp_path_factory.mktemp("gguf") / "tiny.GGUF", original.config
     tokenizer = train_tokenizer(TEXTS * 20, 320)
     writer = gguf.GGUFWriter(path, "llama")

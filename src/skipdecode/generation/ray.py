@@ -39,7 +39,7 @@ def generate_on_ray(
         from ray.exceptions import RayTaskError
         from ray.util import ActorPool
     except ImportError:
-        raise MissingExtra("workers on a cluster need Ray: pip install 'skipdecode[ray]'") from None
+        raise MissingExtra("workers on a cluster need Ray: pip install '.[ray]' in a clone") from None
     is_own = not ray.is_initialized()
     if is_own:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors that end a job are raised anyway

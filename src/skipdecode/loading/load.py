@@ -179,7 +179,7 @@ class Checkpoint:
         if self.gguf_file is not None:
             raise UsageError("a GGUF file cannot be offloaded: load it, save_pretrained, and offload that folder")
         if not is_accelerate_available():
-            raise MissingExtra("offloading needs accelerate: pip install 'skipdecode[memory]'")
+            raise MissingExtra("offloading needs accelerate: pip install '.[memory]' in a clone")
         settings = Offload(offload) if isinstance(offload, str) else offload
         ranking = choose_schedule(self.schedules, self.num_layers).ranking
         named = (self.config.dtype or torch.float32) if dtype == "auto" else dtype
@@ -275,7 +275,7 @@ def _locate(name: str) -> tuple[str, str | None]:
         raise ModelError(f"{name} holds no config.json: give a folder with a whole model, or an adapter's")
     if path.suffix.lower() == ".gguf" and path.is_file():
         if not is_gguf_available():
-            raise MissingExtra(f"{name} needs the package gguf: pip install 'skipdecode[gguf]'")
+            raise MissingExtra(f"{name} needs the package gguf: pip install '.[gguf]' in a clone")
         return os.path.abspath(path.parent), path.name
     if path.exists() or _looks_like_path(name):
         raise ModelError(f"no model at {name}: give a folder, a GGUF file, a model on the Hub, or 'demo'")

