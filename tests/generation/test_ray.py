@@ -45,7 +45,7 @@ def test_every_worker_finds_room(nodes: list[dict[str, float]], workers: int, on
 
 def test_what_is_not_installed_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[ray\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[ray\]'"):
         job(checkpoint, tmp_path / "out", workers=2).run()
 
 

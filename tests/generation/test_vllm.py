@@ -86,7 +86,7 @@ def test_a_row_is_counted_as_if_it_were_alone() -> None:
         ({"load": {"quantization": "int8"}}, UsageError, "quantization does not go with the engine vllm"),
         ({"load": {"offload": "disk"}}, UsageError, "offload does not go"),
         ({"options": {"num_beams": 3, "max_new_tokens": 4}}, UsageError, "num_beams"),
-        ({}, MissingExtra, r"pip install 'skipdecode\[vllm\]'"),
+        ({}, MissingExtra, r"pip install '\.\[vllm\]'"),
     ],
 )
 def test_a_job_that_vllm_cannot_run_is_refused(

@@ -428,5 +428,5 @@ def test_gguf_needs_its_package_and_memory(gguf_file: Path, monkeypatch: pytest.
     with pytest.raises(UsageError, match="GGUF file cannot be offloaded"):
         load(gguf_file, offload="disk", device="cpu")
     monkeypatch.setattr(loading, "is_gguf_available", lambda: False)
-    with pytest.raises(MissingExtra, match=r"skipdecode\[gguf\]"):
+    with pytest.raises(MissingExtra, match=r"\.\[gguf\]"):
         Checkpoint.resolve(gguf_file)

