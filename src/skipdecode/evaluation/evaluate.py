@@ -20,7 +20,8 @@ from ..data.tasks import Example, Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..files import Records
-from ..generation.generate import Decoding, generate_ids, max_positions
+from ..generation.batches import max_positions
+from ..generation.generate import Decoding, generate_ids
 from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement

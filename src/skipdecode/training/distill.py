@@ -22,7 +22,8 @@ from ..data.tasks import Example, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..evaluation.divergence import Divergence, divergence
-from ..generation.generate import generate_ids, max_positions
+from ..generation.batches import max_positions
+from ..generation.generate import generate_ids
 from ..generation.job import GenerationJob
 from ..hub.custom_generate import write_custom_generate
 from ..loading.device import synchronize

@@ -17,7 +17,7 @@ from ..data.collator import Collator, encoded
 from ..data.examples import merge_references, read_examples, split_references
 from ..data.tasks import Example, Task, get_task
 from ..errors import DataError, FileError, ModelError, UsageError
-from ..generation.generate import max_positions
+from ..generation.batches import max_positions
 from ..hub.custom_generate import write_custom_generate
 from ..loading.load import Checkpoint
 from ..model.config import config_schedules, num_layers, set_entry, to_config_entry, trained_method
