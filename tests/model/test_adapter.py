@@ -36,10 +36,8 @@ from skipdecode.model.adapter import (
     Bottleneck,
     LowRankBypass,
     check_base_files,
-    hash_of,
     load_adapter,
     locate_adapter,
-    read_adapter,
     read_schedules,
     save_adapter,
 )
@@ -154,8 +152,7 @@ def test_the_names_in_the_files_stay(saved: tuple[Any, Path, Adapter]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["adapter.safetensors", "skipdecode_adapter.json"]
     about = json.loads((folder / ABOUT).read_text())
     assert about["skipdecode_adapter"] == 2
-    assert hash_of(torch.arange(600.0).view(30, 20)) == "374b6749"
-    assert {"base_model", "rank", "schedules", "base_hashes"} <= about.keys()
+    assert {"base_model", "rank", "schedules"} <= about.keys()
     kinds = {(name.split(".")[0], name.split(".")[-1]) for name in load_file(folder / WEIGHTS)}
     spans = {("stand_ins", part) for part in ("down", "up", "bias")} | {("base_model_sample", "weight")}
     assert kinds == spans | {("bottlenecks", part) for part in ("down", "up")}
@@ -194,18 +191,17 @@ def test_another_model_is_refused(saved: tuple[Any, Path, Adapter], tmp_path: Pa
 
 
 def test_weights_that_are_near_are_warned_of(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
-    """With the distance; an adapter that was saved without samples knows none, and is refused."""
+    """With the distance; of an adapter that was saved without samples, that they are unknown."""
     model, folder, _ = saved
     change(model, 1.05)
     model.save_pretrained(tmp_path / "near")
     for compare in (lambda: attach(model, adapter=folder), lambda: check_base_files(folder, tmp_path / "near")):
-        with pytest.warns(UntrainedWarning, match=r"some/model\): 1 of .* weights differ, by up to (4\.9|5\.0|5\.1)%"):
+        with pytest.warns(UntrainedWarning, match=r"some/model: 1 of .* weights differ, by up to (4\.9|5\.0|5\.1)%"):
             compare()
     weights = load_file(folder / WEIGHTS)
     save_file({name: each for name, each in weights.items() if not name.startswith(SAMPLE)}, folder / WEIGHTS)
-    assert read_adapter(folder)
-    with pytest.raises(ModelError, match="another model"):
-        check_base_files(folder, tmp_path / "near")
+    with pytest.warns(UntrainedWarning, match="holds no samples"):
+        load_adapter(folder, model)
 
 
 @pytest.mark.parametrize("form", ["shards", "bare", "beside"])

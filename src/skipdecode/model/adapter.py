@@ -5,7 +5,6 @@ An adapter changes only positions that skip layers: the full model, and a prompt
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import warnings
@@ -32,11 +31,10 @@ BOTTLENECK_INTERVAL = 4
 ABOUT, WEIGHTS = "skipdecode_adapter.json", "adapter.safetensors"
 #: Version of the folder's format: grows when an adapter's modules change.
 FORMAT = 2
-#: Values of each weight of the base model that its hash is made from; those of matrices are kept, under this prefix.
-SAMPLED = 256
-SAMPLE = "base_model_sample."
-#: Most distance of a model's matrix from the base model's, as a share of that; 4-bit weights lie below it.
-#: KL from the full model grows by less than a tenth up to there (results/adapter_distance).
+#: Values of each weight of the base model that are kept with the adapter, under names that begin so.
+SAMPLED, SAMPLE = 256, "base_model_sample."
+#: Most distance of a weight from the base model's, as a share of that. 4-bit weights lie below it; KL from the full
+#: model grows by less than a tenth up to there (results/adapter_distance.json).
 MAX_DISTANCE = 0.1
 
 
@@ -158,7 +156,7 @@ def _running(counts: Sequence[int], position: int) -> list[int]:
 
 
 def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) -> None:
-    """Write an adapter, its schedules, and hashes of the weights of its base model, whose name or path is ``base``.
+    """Write an adapter, its schedules, and samples of the weights of its base model, whose name or path is ``base``.
 
     Weights are written in float32; in bfloat16 if the base model is in bfloat16.
     """
@@ -168,15 +166,12 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
         "base_model": base,
         "rank": adapter.rank,
         "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
-        "base_hashes": {name: hash_of(weight) for name, weight in model.named_parameters()},
     }
     dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
     # ``stand_ins`` is the format's name of bypasses.
-    weights = {
-        name.replace("bypasses.", "stand_ins."): tensor.to("cpu", dtype).contiguous()
-        for name, tensor in adapter.state_dict().items()
-    }
-    samples = {SAMPLE + name: sample(weight) for name, weight in model.named_parameters() if weight.ndim > 1}
+    named = {name.replace("bypasses.", "stand_ins."): each for name, each in adapter.state_dict().items()}
+    weights = {name: each.to("cpu", dtype).contiguous() for name, each in named.items()}
+    samples = {SAMPLE + name: sample(weight) for name, weight in model.named_parameters()}
     write(folder / WEIGHTS, save(weights | samples))
     write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
 
@@ -218,10 +213,11 @@ def read_adapter(folder: Path) -> Adapter:
     """Adapter of a folder, whatever the model. Raises FileError if it is missing or damaged."""
     about = read_about(folder)
     try:
-        weights, _ = _split_samples(load_file(folder / WEIGHTS))
+        named = {name: each for name, each in load_file(folder / WEIGHTS).items() if not name.startswith(SAMPLE)}
+        weights = {name.replace("stand_ins.", "bypasses."): each for name, each in named.items()}
         size = next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
         adapter = Adapter(size, about["rank"], read_schedules(folder))
-        adapter.load_state_dict({name.replace("stand_ins.", "bypasses."): tensor for name, tensor in weights.items()})
+        adapter.load_state_dict(weights)
     except (SafetensorError, RuntimeError, OSError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {error}") from error
     return adapter.eval()
@@ -238,7 +234,7 @@ def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | Non
         for name, weight in model.named_parameters()
         if weight.dtype in (torch.float32, torch.bfloat16) and not weight.is_meta
     }
-    if files is not None and read_about(folder)["base_hashes"].keys() - comparable.keys():
+    if files is not None and _samples(folder).keys() - comparable.keys():
         check_base_files(folder, files())
     else:
         _check_base(folder, comparable.items())
@@ -251,47 +247,37 @@ def check_base_files(folder: Path, base: Path) -> None:
 
 
 def _check_base(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    about = read_about(folder)
-    here: dict[str, dict[str, Tensor]] = {}
+    here: dict[str, list[Tensor]] = {}
     for name, weight in weights:
-        here.setdefault(_place(name), {})[hash_of(weight)] = sample(weight)
-    compared = [value in here[_place(name)] for name, value in about["base_hashes"].items() if _place(name) in here]
-    if not compared:
+        here.setdefault(_place(name), []).append(sample(weight).float())
+    distances = []
+    for name, kept in (samples := _samples(folder)).items():
+        others = [other for other in here.get(_place(name), ()) if len(other) == len(kept)]
+        if _place(name) in here:
+            moved = min((float((other - kept).norm()) for other in others), default=inf)
+            distances.append(moved / max(float(kept.norm()), 1e-30))
+    base, most = read_about(folder)["base_model"], max(distances, default=0)
+    differ = f"{sum(map(bool, distances))} of {len(distances)} weights differ, by up to {most:.1%}"
+    if samples and not distances:
         raise ModelError(
             f"the adapter in {folder} cannot be compared with this model: load it in float32 or bfloat16, from "
             "safetensors files"
         )
-    if all(compared):
-        return
-    distance = _distance(folder, {place: [*samples.values()] for place, samples in here.items()})
-    differs = f"{compared.count(False)} of {len(compared)} weights differ" + f", by up to {distance:.1%}" * (
-        distance < inf
-    )
-    if distance > MAX_DISTANCE:
-        raise ModelError(f"the adapter in {folder} was trained on another model ({about['base_model']}): {differs}")
-    warnings.warn(
-        f"the adapter in {folder} was trained on other weights ({about['base_model']}): {differs}. `skipdecode "
-        "evaluate` measures what it generates with these",
-        UntrainedWarning,
-        stacklevel=2,
-    )
+    if most > MAX_DISTANCE:
+        raise ModelError(f"the adapter in {folder} was trained on another model ({base}): {differ}")
+    if most or not samples:
+        reason = differ if samples else "it holds no samples of that model's weights to compare"
+        advice = "`skipdecode evaluate` measures what it generates here"
+        warnings.warn(f"the adapter in {folder} was trained on {base}: {reason}. {advice}", UntrainedWarning, 2)
 
 
-def _distance(folder: Path, here: Mapping[str, Sequence[Tensor]]) -> float:
-    """Most distance of a matrix that is here from the base model's, as a share of that; infinite if unknown."""
-    shares = []
-    samples = _split_samples(load_file(folder / WEIGHTS))[1]
-    for name, kept in ((name, kept) for name, kept in samples.items() if _place(name) in here):
-        others = [other for other in here[_place(name)] if len(other) == len(kept)]
-        moved = [float((other.float() - kept.float()).norm()) for other in others]
-        shares.append(min(moved, default=inf) / max(float(kept.float().norm()), 1e-30))
-    return max(shares, default=inf)
-
-
-def _split_samples(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The adapter's weights, and the samples of its base model's matrices, of a file."""
-    samples = {name.removeprefix(SAMPLE): tensor for name, tensor in tensors.items() if name.startswith(SAMPLE)}
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(SAMPLE)}, samples
+def _samples(folder: Path) -> dict[str, Tensor]:
+    """Samples of the base model's weights, in float32."""
+    try:
+        tensors = load_file(folder / WEIGHTS).items()
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"the adapter in {folder} is damaged: {error}") from error
+    return {name.removeprefix(SAMPLE): each.float() for name, each in tensors if name.startswith(SAMPLE)}
 
 
 def _place(name: str) -> str:
@@ -317,8 +303,3 @@ def sample(weight: Tensor) -> Tensor:
     """Evenly spaced values of a weight (at most 256), in bfloat16, so that float32 and bfloat16 weights agree."""
     flat = weight.detach().flatten()
     return flat[:: max(len(flat) // SAMPLED, 1)][:SAMPLED].to("cpu", torch.bfloat16, copy=True)
-
-
-def hash_of(weight: Tensor) -> str:
-    """Hash of a weight's sample and shape."""
-    return hashlib.sha256(sample(weight).float().numpy().tobytes() + str(tuple(weight.shape)).encode()).hexdigest()[:8]
