@@ -27,8 +27,8 @@ from .config import speedup_key
 
 #: A bottleneck stands before every fourth layer: few wide ones cost a step less than many narrow ones.
 BOTTLENECK_INTERVAL = 4
-#: Files of an adapter's folder.
-ABOUT, WEIGHTS = "skipdecode_adapter.json", "adapter.safetensors"
+#: Files of an adapter's folder; the last, the texts that it was trained on, is not published.
+ABOUT, WEIGHTS, TEXTS = "skipdecode_adapter.json", "adapter.safetensors", "self_generated.jsonl"
 #: Version of the folder's format: grows when an adapter's modules change.
 FORMAT = 2
 #: Values of each weight of the base model that are kept with the adapter, under names that begin so.

@@ -28,7 +28,7 @@ from ..generation.job import GenerationJob
 from ..hub.custom_generate import write_custom_generate
 from ..loading.device import synchronize
 from ..loading.load import Checkpoint
-from ..model.adapter import Adapter, read_adapter, save_adapter
+from ..model.adapter import TEXTS, Adapter, read_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import bind
 from ..model.inspect import text_config
@@ -42,8 +42,6 @@ from .self_generated import Say, log
 from .train import run, trainer_data
 from .trainer import DistillationTrainer
 
-#: The texts, in the run's folder.
-TEXTS = "self_generated.jsonl"
 #: Number of texts that bypasses are fitted to.
 FITTED = 64
 #: Decode steps that the forecast times.
