@@ -193,10 +193,10 @@ def test_another_model_is_refused(saved: tuple[Any, Path, Adapter], tmp_path: Pa
 def test_weights_that_are_near_are_warned_of(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
     """With the distance; of an adapter that was saved without samples, that they are unknown."""
     model, folder, _ = saved
-    change(model, 1.05)
+    change(model, 1.03)
     model.save_pretrained(tmp_path / "near")
     for compare in (lambda: attach(model, adapter=folder), lambda: check_base_files(folder, tmp_path / "near")):
-        with pytest.warns(UntrainedWarning, match=r"some/model: 1 of .* weights differ, by up to (4\.9|5\.0|5\.1)%"):
+        with pytest.warns(UntrainedWarning, match=r"some/model: 1 of .* weights differ, by up to (2\.9|3\.0|3\.1)%"):
             compare()
     weights = load_file(folder / WEIGHTS)
     save_file({name: each for name, each in weights.items() if not name.startswith(SAMPLE)}, folder / WEIGHTS)
