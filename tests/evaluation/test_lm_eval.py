@@ -236,7 +236,7 @@ def task(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def evaluate(model: str, folder: Path, chat: bool = False, **arguments: Any) -> tuple[float, float]:
+def evaluate(model: str, folder: Path, **arguments: Any) -> tuple[float, float]:
     """Perplexity of the rest, and accuracy of the choice."""
     done = simple_evaluate(
         model=model,
@@ -245,7 +245,7 @@ def evaluate(model: str, folder: Path, chat: bool = False, **arguments: Any) -> 
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         batch_size=4,
         device="cpu",
-        apply_chat_template=chat,
+        apply_chat_template=True,
         bootstrap_iters=0,
         log_samples=False,
     )["results"]
@@ -255,9 +255,9 @@ def evaluate(model: str, folder: Path, chat: bool = False, **arguments: Any) -> 
 @pytest.mark.slow
 def test_simple_evaluate(chats: Path, task: Path) -> None:
     """At full depth it is the stock backend's score, at a budget another one; with the chat template."""
-    stock = evaluate("hf", task, True, pretrained=str(chats))
-    full = evaluate("skipdecode", task, True, pretrained=str(chats), speedup=1)
-    fast = evaluate("skipdecode", task, True, pretrained=str(chats), speedup=4)
+    stock = evaluate("hf", task, pretrained=str(chats))
+    full = evaluate("skipdecode", task, pretrained=str(chats), speedup=1)
+    fast = evaluate("skipdecode", task, pretrained=str(chats), speedup=4)
     assert full == pytest.approx(stock, rel=1e-5)
     assert not math.isclose(fast[0], stock[0], rel_tol=1e-3)
 
@@ -275,7 +275,7 @@ def test_the_command_line(chats: Path, task: Path, monkeypatch: pytest.MonkeyPat
     main()
     (report,) = (task / "out").rglob("results_*.json")
     results = json.loads(report.read_text(encoding="utf-8"))
-    expected, _ = evaluate("skipdecode", task, True, pretrained=str(chats), speedup=4)
+    expected, _ = evaluate("skipdecode", task, pretrained=str(chats), speedup=4)
     assert results["results"]["rest"]["perplexity,none"] == pytest.approx(expected, rel=1e-4)
     assert results["config"]["skipdecode_schedule"]["max_depth"] < LAYERS
     assert results["chat_template"] == TEMPLATE

@@ -44,7 +44,7 @@ def plan(
     targets = o.parse_speedups(speedups) or tuple(sorted(k for k in trained if k > 1))
     targets = targets or tuple(k for k in (1.5, 2.0, 3.0, 4.0, 5.0) if k <= layers)
     if count == "layers":
-        candidates = [choose_schedule(trained, layers, target) for target in targets]
+        candidates = [checkpoint.schedule(target) for target in targets]
     elif checkpoint.adapter:
         candidates = list(trained.values())
     else:

@@ -53,8 +53,10 @@ def check_model(checkpoint: Checkpoint, speedup: float | None = None, dtype: str
     :func:`skipdecode.load`'s. Raises UsageError if the schedule skips nothing, UnsupportedModel if no layer can be
     skipped.
     """
-    falling = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, decay="linear")
-    schedule = checkpoint.schedule(speedup) if checkpoint.schedules else falling
+    if checkpoint.schedules:
+        schedule = checkpoint.schedule(speedup)
+    else:
+        schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, decay="linear")
     if schedule.depths is None:
         schedule = schedule.replace(horizon=min(schedule.horizon, HORIZON))
     if schedule.is_full:
