@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from helpers.tiny import TEXTS, WORDS, sentence_pieces, train_tokenizer
 from skipdecode.data.chat import Chat, Message, around_message, as_json, parse_messages, render
+from skipdecode.data.tasks import get_task
 from skipdecode.data.tokenize import encode_prompts, encode_response
 from skipdecode.errors import ModelError
 
@@ -70,6 +71,60 @@ def conversation(texts: list[str]) -> Chat:
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Text of ids, special tokens included."""
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+#: Knows tools, calls of them, names, thoughts of the last turn, and one option.
+KNOWING = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    "{% for m in messages %}{{ m.role }}{{ ' ' + m.name if m.name }}: {{ m.content }}"
+    "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant{{ ' (brief)' if brief }}:{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "x", "parameters": {}}}]
+CALLS: dict[str, Any] = {
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"at": "x"}}}]
+}
+
+
+def rendered(template: str, messages: list[Any], **options: Any) -> str:
+    chat = get_task().example({"messages": messages, **options}).prompt
+    again = parse_messages(as_json(chat))  # as job files hold it
+    assert again == chat
+    tokenizer = with_template(train_tokenizer(TEXTS * 20, 320), template)
+    texts = {render(tokenizer, each) for each in (chat, again) if not isinstance(each, str)}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_what_a_template_knows_reaches_the_model() -> None:
+    """Tools, calls without a content, the tools' answers, names, thoughts, the template's options."""
+    asked = {"role": "user", "content": "the cat", "name": "Ann"}
+    called = {"role": "assistant", "content": None, "reasoning_content": "hm", **CALLS}
+    answer = {"role": "tool", "content": "rain", "name": "weather"}
+    options = {"tools": TOOLS, "chat_template_kwargs": {"brief": True}}
+    text = rendered(KNOWING, [asked, called, answer], **options)
+    call = '<call>weather{"at": "x"}</call>'
+    assert text == f"<tool>weather</tool>user Ann: the cat\nassistant: {call}\ntool weather: rain\nassistant (brief):"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "match"),
+    [
+        ([{"role": "user", "content": "x", "name": "Ann"}], {}, "leaves out 'name' of message 1"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **CALLS}],
+            {},
+            "'tool_calls' of mess",
+        ),
+        ([{"role": "user", "content": "x", "reasoning_content": "hm"}], {}, "leaves out 'reasoning_content'"),
+        ([{"role": "user", "content": "x"}], {"tools": TOOLS}, "leaves out the tools"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"brief": True}}, "knows no 'brief'"),
+    ],
+)
+def test_what_a_template_leaves_out_is_told(messages: list[Any], options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        rendered(CHATML, messages, **options)
 
 
 # --- what prompts and answers are encoded to

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import skipdecode
-from helpers.tiny import EXAMPLES, run, save_checkpoint, write_jsonl
+from helpers.tiny import EXAMPLES, run, save_checkpoint, write_examples, write_jsonl
 from skipdecode import Schedule
+from skipdecode.data.tasks import Example
 from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.evaluation.evaluate import EvaluateConfig, Variant, evaluate, list_variants
 from skipdecode.loading.load import Checkpoint
@@ -269,6 +270,18 @@ def test_what_the_user_can_fix_is_said_before_a_model_is_loaded(
     done = run("evaluate", checkpoint, "--data", data, "--output", tmp_path, *FEW, *more)
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
+
+
+def test_prompts_that_an_adapter_learned_from_are_counted(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    model, _ = skipdecode.load(str(checkpoint))
+    save_adapter(tmp_path / "fast", Adapter(32, 4, {2.0: Schedule(8, 4, 4, 1)}), model, str(checkpoint))
+    said: list[str] = []
+    for learned in (EXAMPLES[:2], []):
+        write_examples(tmp_path / "fast" / "self_generated.jsonl", [*learned, Example("another", ("x",))])
+        options = SAME | {"overwrite": True, "limit": 3}
+        config = EvaluateConfig(str(tmp_path / "fast"), data=data, output=tmp_path / "out", **options)
+        evaluate(config, say=said.append)
+    assert said == ["the adapter learned from 2 of these 3 prompts: others may come out worse"]
 
 
 def test_speeds_that_an_adapter_was_not_trained_for_are_refused_before_a_model_is_loaded(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     GPT2Config,
@@ -28,11 +24,10 @@ from transformers import (
 )
 
 import skipdecode
-from helpers.families import FAMILIES
 from helpers.tiny import TEXTS, train_tokenizer
 from skipdecode import Schedule
 from skipdecode.errors import DataError, ModelError, SkipDecodeError, UsageError
-from skipdecode.generation.generate import check_options, generate_ids, split_batches
+from skipdecode.generation.generate import check_options, generate_ids
 from skipdecode.generation.stats import Completion, GenerationOutput
 from skipdecode.model.config import CONFIG_KEY, set_entry, to_config_entry
 from skipdecode.model.inspect import decoder_layers
@@ -110,50 +105,6 @@ def test_computed_positions_have_no_end() -> None:
     table = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=320)).eval()
     with pytest.raises(UsageError, match="has 16 positions"):
         skipdecode.generate(skipdecode.attach(table), tokenizer, TEXTS[0], speedup=2, max_new_tokens=30)
-
-
-def batches_of(lengths: list[int], batch_size: int, new: float = 128, config: Any = None) -> list[list[int]]:
-    """The prompts' lengths in each batch."""
-    config = config or LlamaConfig()
-    batches = split_batches(config, [[0] * length for length in lengths], batch_size, new)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    return [[lengths[i] for i in batch] for batch in batches]
-
-
-@given(st.lists(st.integers(1, 2000), max_size=30), st.integers(1, 9), st.integers(1, 99))
-def test_batches_hold_prompts_of_like_length_longest_first(lengths: list[int], batch_size: int, new: int) -> None:
-    batches = batches_of(lengths, batch_size, new)
-    assert [length for batch in batches for length in batch] == sorted(lengths, reverse=True)
-    assert all(len(batch) <= batch_size for batch in batches)
-    assert all(len(batch) == batch_size for batch in batches_of(lengths, batch_size, math.inf)[:-1])
-
-
-@pytest.mark.parametrize("new", [4, 128])
-def test_long_prompts_do_not_widen_the_batches_of_short_ones(new: int) -> None:
-    """Two hundred rows of 5 to 500 tokens and three of 3,000; prompts of like length stay in full batches."""
-    lengths = [5 + 495 * i // 199 for i in range(200)] + [3000] * 3
-    batches = batches_of(lengths, 32, new)
-    assert sum(len(batch) * batch[0] for batch in batches) < 1.3 * sum(lengths)
-    assert batches[0] == [3000] * 3
-    assert [len(batch) for batch in batches_of([20, 25, 30, 22] * 16, 32, new)] == [32, 32]
-
-
-def test_no_batch_lies_on_both_sides_of_a_change_of_rotary_embeddings() -> None:
-    """Its longest row decides for all; and no text crosses, since the keys before would be those of the other side."""
-    config_class, options = FAMILIES["phi3-sliding"]
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
-    rope["original_max_position_embeddings"] = 16
-    phi3 = config_class(**options | {"original_max_position_embeddings": 16, "rope_parameters": rope})
-    assert batches_of([16, 17, 9, 20], 4, config=phi3) == [[20, 17], [16, 9]]
-    model, tokenizer = skipdecode.attach(AutoModelForCausalLM.from_config(phi3).eval()), train_tokenizer(TEXTS, 128)
-    prompts = [[5] * length for length in (20, 17, 11, 4)]
-    for decoding in (None, Schedule.for_speedup(2, 8)):
-        together = generate_ids(model, tokenizer, prompts, decoding, 4, **NO_END, max_new_tokens=6)
-        alone = generate_ids(model, tokenizer, prompts, decoding, 1, **NO_END, max_new_tokens=6)
-        assert together.completions == alone.completions
-        assert together.stats.peak_kv_bytes > alone.stats.peak_kv_bytes > 0
-    with pytest.raises(UsageError, match="prompt 0: 11 prompt tokens and 7 new ones: long RoPE"):
-        generate_ids(model, tokenizer, [[5] * 11], None, 4, **NO_END, max_new_tokens=7)
 
 
 @pytest.mark.parametrize(

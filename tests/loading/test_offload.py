@@ -141,10 +141,10 @@ def test_auto_offloads_only_what_does_not_fit(checkpoint: Path, monkeypatch: pyt
     model, _ = skipdecode.load(checkpoint, device="cpu", offload="auto")
     assert offloaded(model) == []
     fixed, layer = sizes(checkpoint)
-    monkeypatch.setattr(offload, "_free_memory", lambda _: int((fixed + 4.5 * layer) / offload.SHARE))
+    monkeypatch.setattr(offload, "free_memory", lambda _: int((fixed + 4.5 * layer) / offload.SHARE))
     model, _ = skipdecode.load(checkpoint, device="cpu", offload="auto")
     assert len(offloaded(model)) == LAYERS - 3
-    monkeypatch.setattr(offload, "_free_memory", lambda _: layer)
+    monkeypatch.setattr(offload, "free_memory", lambda _: layer)
     for refused in ("auto", Offload("disk", max_memory=1e-6)):
         with pytest.raises(ModelError, match="embeddings, head and one layer take"):
             skipdecode.load(checkpoint, device="cpu", offload=refused)
@@ -158,7 +158,7 @@ def test_host_memory_comes_before_the_disk_on_an_accelerator(checkpoint: Path, m
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for host, place in ((100 * layer, "cpu"), (layer, "disk")):
         free = {"cuda": (fixed + 4.5 * layer) / offload.SHARE, "cpu": host}
-        monkeypatch.setattr(offload, "_free_memory", free.__getitem__)
+        monkeypatch.setattr(offload, "free_memory", free.__getitem__)
         places = Offload().options(model, range(LAYERS), "cuda")["device_map"]
         layers = [where for name, where in places.items() if ".layers." in name]
         assert layers == ["cuda"] * 3 + [place] * (LAYERS - 3)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_model
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
@@ -19,7 +20,7 @@ from helpers.server import free_port
 from helpers.tiny import EXAMPLES, TEXTS, run, train_tokenizer, weights, write_examples
 from skipdecode import Schedule
 from skipdecode.data.tasks import Example
-from skipdecode.errors import DataError, DivergedError, ModelError, UsageError
+from skipdecode.errors import DataError, DivergedError, FileError, ModelError, UsageError
 from skipdecode.loading.load import Checkpoint
 from skipdecode.model.config import CONFIG_KEY, config_schedules, set_entry, to_config_entry, trained_method
 from skipdecode.training import train as training
@@ -156,8 +157,22 @@ def test_what_would_make_saving_fail_is_told_before_the_first_step(
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.7}')
     monkeypatch.setattr(SkipTrainer, "train", lambda *a, **k: pytest.fail("training began"))
-    with pytest.raises(ModelError, match="set do_sample"):
+    with pytest.raises(ModelError, match=r"could not be saved: .*do_sample"):
         train(tmp_path / "model", data, tmp_path / "out")
+
+
+def test_weights_that_cannot_be_saved_are_recovered(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """A folder stands where the file should."""
+    file = tmp_path / "out" / "model.safetensors"
+    trained = train(checkpoint, data, tmp_path / "out")
+    file.unlink()
+    file.mkdir()
+    (file / "x").touch()
+    with pytest.raises(FileError, match="weights are in"):
+        train(checkpoint, data, tmp_path / "out")
+    recovered = AutoModelForCausalLM.from_pretrained(checkpoint)
+    load_model(recovered, tmp_path / "out" / "recovery" / "model.safetensors")
+    assert torch.equal(weights(recovered), weights(trained))
 
 
 def test_rows_that_the_model_has_no_positions_for_are_counted(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +12,28 @@ from ..errors import DataError, ModelError
 
 
 class Message(NamedTuple):
-    """One message of a conversation; ``role`` is ``system``, ``user``, ``assistant``, …"""
+    """One message of a conversation; ``role`` is ``system``, ``user``, ``assistant``, …
+
+    ``more`` is JSON of further fields, such as ``tool_calls``; the first message also has the conversation's
+    :data:`OPTIONS`.
+    """
 
     role: str
     content: str
+    more: str = "{}"
+
+    def fields(self) -> dict[str, Any]:
+        """All fields, as chat templates take them."""
+        return {"role": self.role, "content": self.content} | json.loads(self.more)
 
 
 Chat = tuple[Message, ...]
 #: Input of the model: a text, or a conversation that it answers.
 Prompt = str | Chat
+#: What a conversation's row may hold beside its messages: arguments of ``apply_chat_template``.
+OPTIONS = ("tools", "chat_template_kwargs")
+#: Fields that templates leave out of earlier turns.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 #: Placeholder that shows where a template puts a message.
 MARK = "x7MESSAGE7x"
 
@@ -29,28 +43,29 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, (Mapping, Message)) for m in value)
 
 
-def parse_messages(value: Any) -> Chat:
+def parse_messages(value: Any, options: Mapping[str, Any] | None = None) -> Chat:
     """Conversation from a list of ``{"role": …, "content": …}``, the format of TRL and transformers.
 
-    Raises DataError for anything else, and for fields that would not reach the model: images, tool calls, names.
+    ``options`` are the row's :data:`OPTIONS`. Raises DataError for anything else, such as images.
     """
     if not is_conversation(value):
         raise DataError("a prompt is a text, or messages: a list of {'role': …, 'content': …}")
     chat = []
     for number, message in enumerate(value, 1):
-        fields = message._asdict() if isinstance(message, Message) else message
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+        fields = message.fields() if isinstance(message, Message) else message
+        content = fields.get("content") or "" if fields.get("tool_calls") else fields.get("content")
+        if not isinstance(fields.get("role"), str) or not isinstance(content, str):
             raise DataError(f"message {number} has no role and content that are texts: other content is not supported")
-        if more := [name for name, value in fields.items() if value and name not in Message._fields]:
-            raise DataError(f"message {number}: {', '.join(more)} would not reach the model; give role and content")
-        chat.append(Message(fields["role"], fields["content"]))
+        more = {name: value for name, value in fields.items() if value and name not in ("role", "content")}
+        more |= {name: value for name, value in (options or {}).items() if number == 1 and value and name in OPTIONS}
+        chat.append(Message(fields["role"], content, json.dumps(more, ensure_ascii=False)))
     return tuple(chat)
 
 
 def as_json(value: Any) -> Any:
     """Value for JSON, with messages as objects that :func:`parse_messages` reads again."""
     if isinstance(value, (list, tuple)):
-        return [item._asdict() if isinstance(item, Message) else item for item in value]
+        return [item.fields() if isinstance(item, Message) else item for item in value]
     return value
 
 
@@ -60,19 +75,22 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
     It ends with ``answer`` and what closes it. Without ``answer`` it ends where the assistant's answer begins, or
     after a last message of the assistant, which the answer continues.
 
-    Raises ModelError if there is no template, or the template refuses the conversation or leaves out a message.
+    Raises ModelError if there is no template, or it refuses the conversation or leaves out a message or field.
     """
     chat = parse_messages(chat)
     if len(chat) > 1 and chat[-1].role == "assistant" and not chat[-1].content:
         chat = chat[:-1]  # transformers would continue it behind its end
     messages = as_json(chat)
+    options = {name: messages[0].pop(name) for name in OPTIONS if name in messages[0]}
     continues = chat[-1].role == "assistant"
     if continues:
         messages[-1]["content"] += answer or ""
     elif answer is not None:
         messages.append({"role": "assistant", "content": answer})
     ending = {"continue_final_message": continues, "add_generation_prompt": not continues} if answer is None else {}
-    text = _apply(tokenizer, messages, **ending)
+    kwargs = options.pop("chat_template_kwargs", {})
+    text = _apply(tokenizer, messages, **options, **kwargs, **ending)
+    _check_fields(tokenizer, messages, text, options, kwargs, ending)
     place = 0
     for number, message in enumerate(chat, 1):  # in order, but templates may move a system message
         content = message.content.rpartition("</think>")[2].strip()  # templates drop earlier thoughts
@@ -82,6 +100,23 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
         if message.role != "system":
             place = start + len(content)
     return text
+
+
+def _check_fields(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], text: str, tools: Any, kwargs: Any, ending: Any
+) -> None:
+    """Raise ModelError if a field or option could be left out without a change of the text."""
+    if unknown := [name for name in kwargs if name not in str(tokenizer.chat_template)]:
+        raise ModelError(f"the chat template knows no {unknown[0]!r}, which chat_template_kwargs has")
+    if tools and _apply(tokenizer, messages, **kwargs, **ending) == text:
+        raise ModelError("the chat template leaves out the tools")
+    for number, message in enumerate(messages, 1):
+        for name in message.keys() - {"role", "content"}:
+            rest = {key: value for key, value in message.items() if key != name}
+            known = name in THOUGHTS and name in str(tokenizer.chat_template)
+            others = [*messages[: number - 1], rest, *messages[number:]]
+            if not known and _apply(tokenizer, others, **tools, **kwargs, **ending) == text:
+                raise ModelError(f"the chat template leaves out {name!r} of message {number}")
 
 
 def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -96,7 +131,7 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return before, after
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     if tokenizer.chat_template is None:
         raise ModelError("the tokenizer has no chat template: set tokenizer.chat_template, or give prompts as texts")
     try:

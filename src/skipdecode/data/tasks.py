@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import DataError
-from .chat import Prompt, parse_messages
+from .chat import OPTIONS, Prompt, parse_messages
 from .metrics import WORD_OR_CHARACTER
 
 #: Words of a post, and of an article, in a prompt.
@@ -107,8 +107,6 @@ def plain(
     prompt_share: float | None = None,
 ) -> Example:
     """Prompt and response, conversation, or text to split, in TRL's formats; :func:`get_task` has the options."""
-    if unused := [name for name in ("tools", "chat_template_kwargs") if row.get(name)]:
-        raise DataError(f"{' and '.join(unused)} would not reach the model: not supported")
     names = [response_column] if response_column else ["response", "completion"]
     references = _responses(row, [name for name in names if name != prompt_column])
     columns = ["prompt", "messages", "text"] if references else ["messages", "prompt", "text"]
@@ -118,7 +116,9 @@ def plain(
     if value is None:
         raise DataError(f"no prompt: expected a column {' or '.join(columns)}, found {', '.join(row) or 'none'}")
     if not isinstance(value, str):
-        return Example(parse_messages(value), references)
+        return Example(parse_messages(value, row), references)
+    if unused := [name for name in OPTIONS if row.get(name)]:
+        raise DataError(f"{' and '.join(unused)} would not reach the model: the prompt is a text, no messages")
     if prompt_share is None:
         if not (references or prompt_column or _first(row, "prompt")):
             raise DataError("a plain text: name its column prompt; to train on it, set prompt_share in --config")

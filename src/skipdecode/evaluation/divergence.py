@@ -15,7 +15,7 @@ from ..data.collator import batches, encoded
 from ..data.metrics import draws
 from ..data.tasks import Example
 from ..errors import NOT_FINITE, ModelError, UsageError
-from ..generation.generate import position_limit
+from ..generation.batches import position_limit
 from ..generation.stats import Completion
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule

@@ -20,11 +20,13 @@ from ..data.tasks import Example, Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..files import Records
-from ..generation.generate import Decoding, generate_ids, max_positions
+from ..generation.batches import max_positions
+from ..generation.generate import Decoding, generate_ids
 from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
 from ..loading.load import Checkpoint
+from ..model.adapter import TEXTS
 from ..model.config import trained_method
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule, choose_schedule
@@ -182,6 +184,7 @@ class _Evaluation:
         self.scored = all(example.references for example in self.examples)
         if not self.scored and any(example.references for example in self.examples):
             say("some rows have no reference: texts are compared with the full model's instead")
+        self._warn_of_learned_prompts(say)
         self.metrics: list[Metric] = list(DEFAULT) if self.scored else [Agreement(), Repetition()]
         self.dtype, self.device = placement(full.checkpoint.config, config.dtype, config.device)
         options: Any = {"dtype": self.dtype, "device": self.device, "quantization": config.quantization}
@@ -192,6 +195,12 @@ class _Evaluation:
         if config.overwrite:
             path.unlink(missing_ok=True)
         self.records = Records(path, self.settings)
+
+    def _warn_of_learned_prompts(self, say: Any) -> None:
+        texts = Path(self.full.checkpoint.adapter or "") / TEXTS
+        learned = {each.prompt for each in read_examples(texts, get_task())} if texts.is_file() else set()
+        if count := sum(example.prompt in learned for example in self.examples):
+            say(f"the adapter learned from {count} of these {len(self.examples)} prompts: others may come out worse")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -14,21 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator as Batches
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..data.collator import Collator
-from ..errors import NOT_FINITE, ModelError, SkipDecodeError, UsageError
+from ..errors import NOT_FINITE, MissingExtra, ModelError, SkipDecodeError, UsageError
 from ..loading.load import Checkpoint
 from ..model.attach import attach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
 from ..model.config import num_layers, trained_schedules
 from ..schedule import Schedule, choose_schedule
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import Collator as Batches
+except ImportError as error:
+    raise MissingExtra("lm-evaluation-harness is not installed: pip install '.[harness]' in a clone") from error
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
-"""Texts for prompts, by ``model.generate`` in batches of prompts of like length."""
+"""Texts for prompts, by ``model.generate`` in batches."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,17 +26,15 @@ from transformers import (
 from ..data.chat import Prompt, is_conversation, parse_messages
 from ..data.tokenize import decode_response, encode_prompts
 from ..errors import NOT_FINITE, ModelError, UsageError
-from ..loading.device import synchronize
+from ..loading.device import free_memory, synchronize
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE, CACHE_NAMES
 from ..model.config import num_layers, trained_schedules
-from ..model.inspect import text_config
 from ..schedule import Schedule, choose_schedule
+from .batches import prompt_error, split_batches
 from .finished_rows import FinishedRows
 from .stats import Completion, GenerationOutput, GenerationStats
 
-#: Padded positions of prompts that take about as long as a decode step of a batch.
-STEP = 64
 #: How to decode: by a schedule, with the full model (None), or with the cache that a function makes for each batch.
 Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
@@ -79,7 +76,7 @@ def generate(
             chat template is applied to conversations; a last message of the assistant is continued.
         speedup: target speed-up in layers; 1 is the full model. None: the slowest trained one above 1.
         schedule: a schedule or its file, in place of a speed-up.
-        batch_size: prompts per call of ``model.generate``. A batch holds prompts of like length.
+        batch_size: most prompts per call of ``model.generate``; fewer where memory is short. They have like lengths.
         seed: of sampling; a text depends on its batch. None: torch's generator goes on.
         options: options of ``model.generate`` (``max_new_tokens``, ``do_sample``, ``num_beams``, …). Decoding is greedy
             unless ``do_sample`` is set, whatever the checkpoint's generation_config says.
@@ -134,7 +131,9 @@ def generate_ids(
         decoding = None
     output = GenerationOutput(GenerationStats(num_layers(model.config)))
     completions: dict[int, Completion] = {}
-    for index, batch in enumerate(split_batches(model.config, prompts, batch_size, most)):
+    beams = options.get("num_beams") or model.generation_config.num_beams or 1
+    room = free_memory(model.device) / model.dtype.itemsize / beams
+    for index, batch in enumerate(split_batches(model.config, prompts, batch_size, most, room)):
         if seed is not None:
             torch.manual_seed(seed + index)
         ids = [list(prompts[i]) for i in batch]
@@ -145,28 +144,6 @@ def generate_ids(
         on_batch(stats)
     output.completions = [completions[i] for i in range(len(prompts))]
     return output
-
-
-def split_batches(config: Any, prompts: Sequence[Sequence[int]], batch_size: int, new_tokens: float) -> list[list[int]]:
-    """Indices of prompts, in batches of like length, longest first: what does not fit in memory fails at once.
-
-    A batch ends early, before shorter prompts, where their padding would take longer than the ``new_tokens`` steps of
-    another batch; and where rotary embeddings change, which a batch's longest row decides for all.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    change = rope_change(config) or math.inf
-    batches = []
-    while order:
-        lengths = [len(prompts[i]) for i in order[:batch_size]]
-        padding = [(len(lengths) - end) * (lengths[0] - length) for end, length in enumerate(lengths)]
-        end = max(range(len(lengths)), key=padding.__getitem__)  # before these rows, most padding is saved
-        if padding[end] <= new_tokens * STEP:
-            end = len(lengths)
-        if lengths[0] > change:
-            end = min(end, sum(length > change for length in lengths))
-        batches.append(order[:end])
-        order = order[end:]
-    return batches
 
 
 class NaNCheck(LogitsProcessor):
@@ -317,31 +294,3 @@ def end_token_ids(options: Mapping[str, Any], defaults: GenerationConfig) -> lis
     """Ids of the tokens that end a text."""
     ends = options.get("eos_token_id", defaults.eos_token_id)
     return [] if ends is None else sorted(torch.as_tensor(ends).flatten().tolist())
-
-
-def max_positions(config: Any) -> int | None:
-    """Positions that the model was trained for; None if its config does not say."""
-    return getattr(text_config(config), "max_position_embeddings", None)
-
-
-def rope_change(config: Any) -> int | None:
-    """Positions from which long RoPE rotates all keys in another way (Phi-3); None for other models."""
-    rope = getattr(text_config(config), "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
-
-
-def prompt_error(config: Any, length: int, new_tokens: int) -> str | None:
-    """Why no text of ``new_tokens`` can follow a prompt of ``length`` tokens; None if one can."""
-    if not length:
-        return "the prompt has no token to go on from"
-    needed = f"{length} prompt tokens and {new_tokens} new ones"
-    if length + new_tokens > (limit := position_limit(config) or math.inf):
-        return f"{needed}: the model has {limit} positions"
-    if length <= (change := rope_change(config) or math.inf) < length + new_tokens - 1:
-        return f"{needed}: long RoPE changes earlier keys at {change} positions"
-    return None
-
-
-def position_limit(config: Any) -> int | None:
-    """Most positions that the model computes; None with RoPE, which has no limit, or if unknown."""
-    return None if getattr(text_config(config), "rope_parameters", None) else max_positions(config)

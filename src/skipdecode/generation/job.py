@@ -22,7 +22,8 @@ from ..loading.device import placement
 from ..loading.load import Checkpoint
 from ..model.config import untrained_warning
 from ..schedule import Schedule
-from .generate import check_options, generate_ids, max_positions, prompt_error, split_batches, to_prompts
+from .batches import max_positions, prompt_error, split_batches
+from .generate import check_options, generate_ids, to_prompts
 from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
 #: Columns of an output; an input's columns of these names are not copied.

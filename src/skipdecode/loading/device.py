@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +38,18 @@ def _fast_bfloat16() -> bool:
 def cpu_capabilities() -> dict[str, Any]:
     """Torch's dictionary of CPU features; empty for torch versions without it."""
     return getattr(torch.cpu, "get_capabilities", dict)()
+
+
+def free_memory(device: str | torch.device) -> float:
+    """Free bytes on a device; infinite if unknown."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with suppress(ImportError):
+        import psutil
+
+        return psutil.virtual_memory().available if device.type in ("cpu", "mps") else math.inf
+    return math.inf
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,12 +11,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ModelError, UsageError
 from ..model.inspect import decoder_layers
+from .device import free_memory
 
 PLACES = ("auto", "disk", "cpu")
 #: Share of the free memory that ``auto`` uses for weights; activations, keys and values need the rest.
@@ -66,7 +66,7 @@ class Offload:
         place = self.place
         if place == "auto":
             needed = sum(sizes[index] for index in offloaded)
-            place = "cpu" if device != "cpu" and needed < SHARE * _free_memory("cpu") else "disk"
+            place = "cpu" if device != "cpu" and needed < SHARE * free_memory("cpu") else "disk"
         device_map = {f"{stack}.{index}": place if index in offloaded else device for index in ranking}
         device_map |= dict.fromkeys(_outside(model, stack), device)
         return {"device_map": device_map, "offload_folder": self.folder and str(self.folder)}
@@ -75,7 +75,7 @@ class Offload:
         """Layers to offload, from the bytes of each layer and of all else."""
         if self.max_memory is None and self.place != "auto":
             return list(ranking)
-        budget = SHARE * _free_memory(device) if self.max_memory is None else self.max_memory * GIB
+        budget = SHARE * free_memory(device) if self.max_memory is None else self.max_memory * GIB
         if fixed + sum(sizes) <= budget:
             return []
         room = budget - fixed - max(sizes)
@@ -98,11 +98,3 @@ def _outside(model: nn.Module, stack: str) -> Iterator[str]:
             yield name
         else:
             yield from (f"{name}.{tensor}".lstrip(".") for tensor in (*module._parameters, *module._buffers))
-
-
-def _free_memory(device: str) -> int:
-    """Free bytes on a device."""
-    from accelerate.utils import get_max_memory
-
-    place = torch.device(device)
-    return get_max_memory()[place.type if place.type in ("cpu", "mps") else place.index or 0]

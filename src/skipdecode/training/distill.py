@@ -22,12 +22,13 @@ from ..data.tasks import Example, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..evaluation.divergence import Divergence, divergence
-from ..generation.generate import generate_ids, max_positions
+from ..generation.batches import max_positions
+from ..generation.generate import generate_ids
 from ..generation.job import GenerationJob
 from ..hub.custom_generate import write_custom_generate
 from ..loading.device import synchronize
 from ..loading.load import Checkpoint
-from ..model.adapter import Adapter, read_adapter, save_adapter
+from ..model.adapter import TEXTS, Adapter, read_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import bind
 from ..model.inspect import text_config
@@ -41,8 +42,6 @@ from .self_generated import Say, log
 from .train import run, trainer_data
 from .trainer import DistillationTrainer
 
-#: The texts, in the run's folder.
-TEXTS = "self_generated.jsonl"
 #: Number of texts that bypasses are fitted to.
 FITTED = 64
 #: Decode steps that the forecast times.

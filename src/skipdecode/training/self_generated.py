@@ -18,7 +18,7 @@ from ..data.examples import read_examples, read_rows, subsample
 from ..data.tasks import Example, Task
 from ..errors import DataError
 from ..files import write
-from ..generation.generate import max_positions
+from ..generation.batches import max_positions
 from ..generation.job import GenerationJob
 from ..generation.stats import Completion
 from ..loading.load import Checkpoint

@@ -6,16 +6,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset
+from safetensors.torch import save_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collator import Collator, encoded
 from ..data.examples import merge_references, read_examples, split_references
 from ..data.tasks import Example, Task, get_task
-from ..errors import DataError, ModelError, UsageError
-from ..generation.generate import max_positions
+from ..errors import DataError, FileError, ModelError, UsageError
+from ..generation.batches import max_positions
 from ..hub.custom_generate import write_custom_generate
 from ..loading.load import Checkpoint
 from ..model.config import config_schedules, num_layers, set_entry, to_config_entry, trained_method
@@ -49,8 +51,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> No
     held_out = [] if args.eval_strategy == "no" else read_validation(config, task, say)
     last = claim_output(config, checkpoint.fingerprint, overwrite)
     model = checkpoint.load(dtype="float32", device="cpu", attn_implementation=config.attn_implementation)
-    check_saving(model)
     tokenizer = checkpoint.tokenizer
+    check_saving(model, tokenizer)
     schedules = choose_schedules(config, model.config)
     set_entry(model.config, to_config_entry(schedules, config.method))
     trainer = SkipTrainer(
@@ -64,9 +66,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> No
     run(trainer, last, say)
     model.config.use_cache = True  # the Trainer turns it off
     if trainer.is_world_process_zero():
-        model.save_pretrained(config.output)
-        tokenizer.save_pretrained(config.output)
-        write_custom_generate(Path(config.output))
+        save(model, tokenizer, Path(config.output))
         say(f"saved to {config.output}")
 
 
@@ -104,13 +104,27 @@ def make_objective(config: TrainConfig, model: PreTrainedModel) -> Objective:
     return Distillation(config.distill_weight, teacher.load(dtype="float32", device="cpu"))
 
 
-def check_saving(model: PreTrainedModel) -> None:
-    """Raise ModelError if transformers would refuse to save the model after training."""
+def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError if transformers would refuse to save what goes with the weights."""
     try:
-        model.generation_config.validate(strict=True)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"the model's generation_config cannot be saved: set do_sample there ({reason})") from None
+        model.generation_config.validate(strict=True)  # what the Trainer changes is saved only if this holds
+        with TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except Exception as error:  # of transformers, or of a tokenizer's own code
+        raise ModelError(f"the trained model could not be saved: {' '.join(str(error).split())}") from error
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save model and tokenizer. If that fails, the weights alone go into ``folder/recovery``, and FileError says so."""
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_custom_generate(folder)
+    except Exception as error:
+        (folder / "recovery").mkdir(exist_ok=True)
+        save_model(model, str(folder / "recovery" / "model.safetensors"))
+        raise FileError(f"saving failed ({error}): the trained weights are in {folder / 'recovery'}") from error
 
 
 def trainer_data(
