@@ -6,7 +6,9 @@ import csv
 import gzip
 import io
 import json
+import math
 from contextlib import suppress
+from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,19 @@ def test_every_format_gives_back_the_texts_that_were_written(tmp_path: Path) -> 
         assert rows(tmp_path / name) == rows(tmp_path / f"{name}.gz") == VALUES
     Dataset.from_list(VALUES).to_parquet(tmp_path / "a.parquet")
     assert rows(tmp_path / "a.parquet") == VALUES
+
+
+def test_columns_of_any_type_become_values_of_json(tmp_path: Path) -> None:
+    """Dates are text; a missing number is null, at whatever depth."""
+    pytest.importorskip("datasets", reason="needs skipdecode[train]")
+    from datasets import Dataset
+
+    columns = {"day": datetime(2020, 1, 2, tzinfo=timezone.utc), "score": math.nan, "more": {"scores": [1.5, math.nan]}}
+    Dataset.from_list([{"prompt": "a"} | columns]).to_parquet(tmp_path / "a.parquet")
+    (row,) = rows(tmp_path / "a.parquet")
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    assert row["day"].startswith("2020-01-02")
+    assert (row["score"], row["more"]) == (None, {"scores": [1.5, None]})
 
 
 def test_rows_may_differ_in_their_values(tmp_path: Path) -> None:

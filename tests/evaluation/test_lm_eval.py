@@ -18,6 +18,7 @@ import skipdecode
 from helpers.families import LAYERS, SCHEDULES, build
 from helpers.tiny import TEXTS, WORDS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach
+from skipdecode.errors import ModelError
 
 pytest.importorskip("lm_eval")
 
@@ -153,6 +154,17 @@ def test_texts_are_those_of_generate(checkpoint: Path, options: dict[str, Any]) 
     assert texts == [completion.text for completion in alike.completions]
     stock = load(HFLM, checkpoint, batch_size=2).generate_until(requests, disable_tqdm=True)
     assert (texts == stock) == ("schedule" not in options)
+
+
+@pytest.mark.parametrize("speedup", [1, 4])
+def test_nan_is_no_score_and_no_text(checkpoint: Path, speedup: float) -> None:
+    lm = load(SkipLM, checkpoint, speedup=speedup, batch_size=2)
+    lm.model.get_output_embeddings().register_forward_hook(lambda *args: args[-1] * math.nan)
+    with pytest.raises(ModelError, match="logits are NaN"):
+        lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
+    wanted = {"max_gen_toks": 4, "do_sample": False, "until": ["<none>"]}
+    with pytest.raises(ModelError, match="logits are NaN"):
+        lm.generate_until(instances("generate_until", [(TEXTS[0], wanted)]), disable_tqdm=True)
 
 
 # --- the schedule

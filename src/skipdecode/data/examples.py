@@ -94,8 +94,9 @@ def _from_datasets(name: str, builder: str, config: str | None, **options: Any) 
             rows = datasets.load_dataset(name, revision="refs/convert/parquet", data_dir=config, **options)
     except Exception as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
-    for number, row in enumerate(rows, 1):  # what is not there is NaN in a column of numbers
-        yield f"{name}, row {number}", {key: None if value != value else value for key, value in row.items()}
+    for number, row in enumerate(rows, 1):  # as JSON has it: dates are text, and NaN (a missing number) is null
+        values = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
+        yield f"{name}, row {number}", values
 
 
 def read_examples(source: str | Path, task: Task, split: str = "test", *, references: bool = True) -> list[Example]:
