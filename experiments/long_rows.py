@@ -59,6 +59,7 @@ def main(name: str, output: Path, new_tokens: int = 32, rows: int = 200, long: i
         "ours": ours,
         "fixed, sorted": [[in_order[i] for i in chunk] for chunk in chunks],
         "file order": chunks,
+        "ours again": ours,
     }
     found: dict[str, Any] = {"machine": machine(), "new tokens": new_tokens, "free GB": round(free / 1e9, 1)}
     alone = {}

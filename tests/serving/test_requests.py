@@ -52,7 +52,7 @@ def test_a_request_without_a_speedup_gets_the_servers() -> None:
     assert speedup_of(forged) == 3
 
 
-@pytest.mark.parametrize("value", [0, 2.5, "fast", [1, 2], float("nan"), 10**400], ids=str)
+@pytest.mark.parametrize("value", [0, 2.5, "fast", "2", True, [1, 2], float("nan"), 10**400], ids=str)
 def test_a_speedup_that_is_not_offered_is_refused(value: Any) -> None:
     with pytest.raises(ScheduleError, match="speedup must be one of 1, 2, 3, 4, not"):
         requested_speedup(SimpleNamespace(extra_args={"speedup": value}), SERVING)

@@ -103,9 +103,9 @@ class Serving:
 
     def check_speedup(self, value: Any, name: str = "speedup") -> float:
         """``value`` as a float. ScheduleError, which names the option: the server does not offer it."""
-        if not isinstance(value, int | float) or value not in self.schedules:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value not in self.schedules:
             offered = ", ".join(f"{speedup:g}" for speedup in self.schedules)
-            raise ScheduleError(f"{name} must be one of {offered}, not {str(value)[:100]}")
+            raise ScheduleError(f"{name} must be one of {offered}, not {repr(value)[:100]}")
         return float(value)
 
     def _offered(self, options: Mapping[str, Any], trained: Iterable[float]) -> list[float]:
