@@ -173,7 +173,9 @@ class Checkpoint:
         if self.adapter is not None:  # compared with the model's weights before these are replaced
             files = None if self.gguf_file else lambda: self.folder
             adapter = load_adapter(self.adapter, model, files).to(dtype=model.dtype)
-        return attach(optimize(model, quantization, prepack), adapter=adapter)
+            adapter.merge(model)
+        model = optimize(model, quantization, prepack, None if adapter is None else adapter.private)
+        return attach(model, adapter=adapter)
 
     def _offload_options(self, offload: str | Offload, dtype: str | torch.dtype, device: str) -> dict[str, Any]:
         if self.gguf_file is not None:
