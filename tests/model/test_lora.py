@@ -84,6 +84,7 @@ def test_it_matters() -> None:
     assert distance(torch.stack(run(model, inputs, CONSTANT).logits, 1), with_lora) > 0.01
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_peft_first(tmp_path: Any) -> None:
     """PEFT's LoRA acts at all positions, ours on top of it; merging leaves PEFT's modules alone."""
     model, inputs = build("llama"), prompts()
