@@ -30,6 +30,7 @@ from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teach
 from skipdecode.errors import FileError, ModelError, UntrainedWarning
 from skipdecode.model.adapter import (
     ABOUT,
+    GENERATION,
     SAMPLE,
     WEIGHTS,
     Adapter,
@@ -261,7 +262,7 @@ def test_a_name_on_the_hub_has_one_slash(tmp_path: Path, monkeypatch: pytest.Mon
     assert not download.called
     for hub_name in ("me/fast", Path("me/fast")):
         assert locate_adapter(hub_name) == Path("x")
-    assert download.call_args_list == [mock.call("me/fast", allow_patterns=[ABOUT, WEIGHTS])] * 2
+    assert download.call_args_list == [mock.call("me/fast", allow_patterns=[ABOUT, WEIGHTS, GENERATION])] * 2
 
 
 @pytest.mark.parametrize("file", [ABOUT, WEIGHTS])

@@ -26,7 +26,14 @@ from transformers import (
 from transformers.utils import is_accelerate_available, is_gguf_available
 
 from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
-from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
+from ..model.adapter import (
+    is_adapter,
+    load_adapter,
+    locate_adapter,
+    read_about,
+    read_generation_config,
+    read_schedules,
+)
 from ..model.attach import attach
 from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, set_entry
 from ..schedule import Schedule, choose_schedule
@@ -89,7 +96,16 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """transformers' GenerationConfig that the model generates with unless the user says otherwise."""
+        """transformers' GenerationConfig that the model generates with unless the user says otherwise.
+
+        Values of an adapter's own file come before the model's.
+        """
+        config = self._base_generation_config()
+        if self.adapter is not None:
+            config.update(**read_generation_config(self.adapter))
+        return config
+
+    def _base_generation_config(self) -> GenerationConfig:
         if self.gguf_file is None:
             with suppress(OSError):  # the file is optional
                 return GenerationConfig.from_pretrained(self.path, revision=self.revision)

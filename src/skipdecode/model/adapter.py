@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 BOTTLENECK_INTERVAL = 4
 #: Files of an adapter's folder; the last, the texts that it was trained on, is not published.
 ABOUT, WEIGHTS, TEXTS = "skipdecode_adapter.json", "adapter.safetensors", "self_generated.jsonl"
+#: An optional file of an adapter's folder: how its speeds sample where the user does not say.
+GENERATION = "generation_config.json"
 #: Versions of the folder's format: without and with LoRA.
 FORMATS = 2, 3
 #: Values of each weight of the base model that are kept with the adapter, under names that begin so.
@@ -244,7 +246,7 @@ def locate_adapter(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_name, allow_patterns=[ABOUT, WEIGHTS]))
+        return Path(snapshot_download(hub_name, allow_patterns=[ABOUT, WEIGHTS, GENERATION]))
     except (OSError, ValueError) as error:
         raise FileError(f"{name} is neither a folder nor a Hub repository: {str(error).splitlines()[0]}") from error
 
@@ -267,6 +269,12 @@ def read_about(folder: Path) -> dict[str, Any]:
 def read_schedules(folder: Path) -> dict[float, Schedule]:
     """Schedules of a folder's adapter, by target speed-up."""
     return {float(key): Schedule.from_dict(values) for key, values in read_about(folder)["schedules"].items()}
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Values of transformers' GenerationConfig that an adapter's folder has, such as its sampling; {} if none."""
+    file = folder / GENERATION
+    return read_json(file) if file.is_file() else {}
 
 
 def read_adapter(folder: Path) -> Adapter:
