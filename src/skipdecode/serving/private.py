@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -86,6 +87,9 @@ def _with(module: nn.Module, changed: Mapping[nn.Module, nn.Parameter]) -> nn.Mo
     own = copy(module)
     own._modules = {name: part and _with(part, changed) for name, part in module._modules.items()}
     own._parameters = dict(module._parameters)
+    for name, value in vars(module).items():  # vLLM's Transformers backend replaces ``forward`` of instances
+        if isinstance(value, MethodType) and value.__self__ is module:
+            setattr(own, name, MethodType(value.__func__, own))
     if module in changed:
         own._parameters["weight"] = changed[module]
     return own
