@@ -113,7 +113,7 @@ def test_a_layer_that_fails_leaves_nothing_behind() -> None:
     model, inputs = build("llama"), prompts()
     stock = run(model, inputs)
     attach(model, adapter=adapter_for(model))
-    layer = decoder_layers(model)[-1]
+    layer: Any = decoder_layers(model)[-1]
     hook = layer.mlp.register_forward_hook(lambda module, args, output: 1 / (args[0].shape[1] - 1))
     with pytest.raises(ZeroDivisionError):
         run(model, inputs, CONSTANT)

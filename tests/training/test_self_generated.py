@@ -104,7 +104,7 @@ def test_a_chat_model_writes_its_users_messages(checkpoint: Path, begin: str) ->
 
     start = f"{'<s>' if begin else ''}<user>"
 
-    def write(prompts: Any, options: dict[str, Any], name: str) -> list[Completion]:
+    def write(prompts: Any, options: dict[str, Any], name: str) -> list[Any]:
         if name == "openings":
             assert prompts == [start] * 8
             assert options["max_new_tokens"] == own.OPENING
@@ -120,7 +120,7 @@ def test_a_chat_model_writes_its_users_messages(checkpoint: Path, begin: str) ->
         return [*texts, *completions(" on and on", reason="length"), None]
 
     found = own.find_prompts(base, None, JSONL, 8, write, str)
-    asked = [prompt[0].content for prompt in found]
+    asked = [message.content for prompt in found for message in prompt if isinstance(message, Message)]
     assert asked[:2] == ["Why is it so?", "How?"]
     assert len(asked) == 4
     assert "Why is" in asked

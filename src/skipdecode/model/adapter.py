@@ -282,7 +282,8 @@ def read_adapter(folder: Path) -> Adapter:
     about = read_about(folder)
     try:
         named = {name: each for name, each in load_file(folder / WEIGHTS).items() if not name.startswith(SAMPLE)}
-        weights, loras = {}, {}
+        weights: dict[str, Tensor] = {}
+        loras: dict[str, dict[str, Tensor]] = {}
         for name, each in named.items():
             if lora := re.fullmatch(r".*?\b(\d+\..+)\.(lora_[AB])\.weight", name):
                 loras.setdefault(lora[1], {})[lora[2]] = each

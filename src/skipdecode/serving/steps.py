@@ -162,7 +162,7 @@ class StepPlan:
         self.tokens = len(self.runs)
         self.counts: list[int] = self.runs.sum(axis=0).tolist()
         self.is_full = self.uniform == 0
-        self._skips: Flags = ~self.runs.all(axis=1)
+        self._skips: Flags = np.logical_not(self.runs.all(axis=1))
 
     def parts(self, layer: int, has_private: bool = False) -> list[tuple[bool, TokenSubset | None]]:
         """Tokens that run a layer, as (whether they run its private copy, subset); None: all tokens of the step.
