@@ -94,8 +94,8 @@ def optimize(
         places = [(parent, name) for parent in modules for name, part in parent.named_children() if is_linear(part)]
         for parent, name in places:
             setattr(parent, name, _replacement(getattr(parent, name), kind))
-        for name, module in (private := {} if private is None else private).items():
-            private[name] = _replacement(module, kind)
+        if private is not None:
+            private.update({name: _replacement(module, kind) for name, module in private.items()})
         if is_linear(model.get_output_embeddings()):
             model.set_output_embeddings(_replacement(model.get_output_embeddings(), kind))
         model.requires_grad_(False)

@@ -54,5 +54,9 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def linear_sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of all linear modules of decoder layers, by name."""
-    shapes = {name: (module, tuple(module.weight.shape)) for name, module in linear_modules(model).items()}
-    return {n: shape if isinstance(module, Conv1D) else shape[::-1] for n, (module, shape) in shapes.items()}
+    sizes = {}
+    for name, module in linear_modules(model).items():
+        weight: Any = module.weight
+        outputs, inputs = weight.T.shape if isinstance(module, Conv1D) else weight.shape
+        sizes[name] = inputs, outputs
+    return sizes
