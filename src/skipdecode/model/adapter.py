@@ -222,16 +222,15 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
         "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
     }
     dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
-    stack = decoder_layers(model)
-    layers = next(name for name, module in model.named_modules() if module is stack)
     # ``stand_ins`` is the format's name of bypasses; LoRA has PEFT's names.
-    named = {
-        name.replace("bypasses.", "stand_ins."): each
-        for name, each in adapter.state_dict().items()
-        if not name.startswith("lora.")
-    }
-    for name, lora in adapter.loras.items():
-        named |= {f"base_model.model.{layers}.{name}.{part}.weight": each for part, each in lora.state_dict().items()}
+    parts = {name: each for name, each in adapter.state_dict().items() if not name.startswith("lora.")}
+    named = {name.replace("bypasses.", "stand_ins."): each for name, each in parts.items()}
+    if adapter.loras:
+        stack = decoder_layers(model)
+        layers = next(name for name, module in model.named_modules() if module is stack)
+        for name, lora in adapter.loras.items():
+            matrices = lora.state_dict().items()
+            named |= {f"base_model.model.{layers}.{name}.{part}.weight": each for part, each in matrices}
     weights = {name: each.to("cpu", dtype).contiguous() for name, each in named.items()}
     samples = {SAMPLE + name: sample(weight) for name, weight in model.named_parameters()}
     write(folder / WEIGHTS, save(weights | samples))
