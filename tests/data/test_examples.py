@@ -78,6 +78,10 @@ def test_columns_of_any_type_become_values_of_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert row["day"].startswith("2020-01-02")
     assert (row["score"], row["more"]) == (None, {"scores": [1.5, None]})
+    for value, match in ((b"abc", "row 1: a column holds bytes"), (math.inf, "row 1: a column holds Infinity")):
+        Dataset.from_list([{"prompt": "a", "more": value}]).to_parquet(tmp_path / "b.parquet")
+        with pytest.raises(DataError, match=match):
+            rows(tmp_path / "b.parquet")
 
 
 def test_rows_may_differ_in_their_values(tmp_path: Path) -> None:

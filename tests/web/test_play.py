@@ -132,7 +132,7 @@ def test_the_speeds_take_turns_by_time(web: Any) -> None:
     gaps: list[float] = []
     for each in (slow, fast):
         step = each.step
-        each.step = lambda step=step: (step(), gaps.append(abs(slow.seconds - fast.seconds)))  # type: ignore
+        each.step = lambda step=step: (step(), gaps.append(abs(slow.seconds - fast.seconds)))  # type: ignore[assignment,func-returns-value,misc]
     outputs: Any = [slow, fast]
     for _ in web.side_by_side(outputs, 10, threading.Lock()):
         pass

@@ -8,6 +8,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -92,11 +94,26 @@ def _from_datasets(name: str, builder: str, config: str | None, **options: Any) 
             rows = datasets.load_dataset(builder, config, **options)
         except RuntimeError:  # it runs no loading scripts: the Hub has their data as Parquet on this branch
             rows = datasets.load_dataset(name, revision="refs/convert/parquet", data_dir=config, **options)
-    except Exception as error:
+    except Exception as error:  # datasets and its readers have many
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
-    for number, row in enumerate(rows, 1):  # as JSON has it: dates are text, and NaN (a missing number) is null
-        values = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
-        yield f"{name}, row {number}", values
+    for number, row in enumerate(rows, 1):
+        try:
+            yield f"{name}, row {number}", json.loads(json.dumps(row, default=_json_text), parse_constant=_json_null)
+        except TypeError as error:
+            raise DataError(f"{name}, row {number}: {error}") from None
+
+
+def _json_text(value: Any) -> str:
+    """Text of a date, a time or a decimal number, for JSON."""
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
+    raise TypeError(f"a column holds {type(value).__name__}, which JSON has not: leave it out")
+
+
+def _json_null(constant: str) -> None:
+    """NaN stands for a missing number in a column of numbers."""
+    if constant != "NaN":
+        raise TypeError(f"a column holds {constant}, which JSON has not: leave it out")
 
 
 def read_examples(source: str | Path, task: Task, split: str = "test", *, references: bool = True) -> list[Example]:

@@ -121,7 +121,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_custom_generate(folder)
-    except Exception as error:
+    except Exception as error:  # whatever it is, the weights must not be lost
         (folder / "recovery").mkdir(exist_ok=True)
         save_model(model, str(folder / "recovery" / "model.safetensors"))
         raise FileError(f"saving failed ({error}): the trained weights are in {folder / 'recovery'}") from error
