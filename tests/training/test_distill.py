@@ -206,6 +206,22 @@ def test_training_goes_on_from_an_adapter(trained: Path, checkpoint: Path, promp
         skipdecode.load(str(checkpoint), adapter=tmp_path / "two")
 
 
+def test_lora_is_learned_on_top_of_an_adapter(trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """It begins where the adapter is, learns, and runs merged, so that a text needs no more modules."""
+    start = read_adapter(trained).state_dict()
+    distill(trained, prompts, tmp_path / "still", speedups=None, lora_rank=2, max_steps=1, learning_rate=1e-30)
+    still = read_adapter(tmp_path / "still")
+    assert all(torch.equal(still.state_dict()[name], start[name]) for name in start)
+    assert all(lora.lora_B.count_nonzero() == 0 for lora in still.loras.values())
+    distill(tmp_path / "still", prompts, tmp_path / "more", speedups=None)
+    more = read_adapter(tmp_path / "more")
+    assert more.loras.keys() == still.loras.keys()
+    assert any(lora.lora_B.count_nonzero() for lora in more.loras.values())
+    loaded, _ = skipdecode.load(tmp_path / "more")
+    held: Any = gates_of(loaded).adapter
+    assert held.private.keys() == more.loras.keys()
+
+
 def test_what_cannot_be_learned_is_told_before_a_model_is_loaded(
     trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

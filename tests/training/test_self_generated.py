@@ -96,20 +96,35 @@ def test_prompts_are_those_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", ["", "{{ bos_token }}"])
 def test_a_chat_model_writes_its_users_messages(checkpoint: Path, begin: str) -> None:
-    """Behind its template's beginning, up to what ends a message there; each once, none that does not end."""
+    """Behind openings of its own, up to what ends a message; each beginning once, none that does not end."""
     base = Checkpoint.resolve(str(checkpoint))
     tokenizer = base.tokenizer
     tokenizer.bos_token = "<s>"
     tokenizer.chat_template = begin + "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 
-    def write(prompts: Any, options: dict[str, Any], name: str) -> list[Completion]:
-        assert prompts == [f"{'<s>' if begin else ''}<user>"] * 4
+    start = f"{'<s>' if begin else ''}<user>"
+
+    def write(prompts: Any, options: dict[str, Any], name: str) -> list[Any]:
+        if name == "openings":
+            assert prompts == [start] * 8
+            assert options["max_new_tokens"] == own.OPENING
+            pairs = completions("Why is", "How", "Why is", "How", "How", "How", "How", "How", reason="length")
+            return [*pairs[:-1], *completions("I<end>")]
+        assert prompts == [f"{start}Why is", f"{start}How"] * 4
         assert options["stop_strings"] == ["<end>"]
         assert options["max_new_tokens"] == 96 // 4
-        return [*completions("How?<end>", " How? <end>", "Why?<end>"), *completions("On and", reason="length")]
+        texts = completions(
+            " it so?<end>", "? <end>", " it so? <end>", " to boil an egg in a large pan of slightly salted water?<end>"
+        )
+        texts += completions("<end>", " to boil an egg in a large pan of slightly salted oil?<end>")
+        return [*texts, *completions(" on and on", reason="length"), None]
 
-    found = own.find_prompts(base, None, JSONL, 4, write, str)
-    assert found == [(Message("user", "How?"),), (Message("user", "Why?"),)]
+    found = own.find_prompts(base, None, JSONL, 8, write, str)
+    asked = [message.content for prompt in found for message in prompt if isinstance(message, Message)]
+    assert asked[:2] == ["Why is it so?", "How?"]
+    assert len(asked) == 4
+    assert "Why is" in asked
+    assert sum("boil an egg" in each for each in asked) == 1
     with pytest.raises(DataError, match="writes no user's message"):
         own.find_prompts(base, None, JSONL, 1, lambda *_: completions("<end>"), str)
 

@@ -20,6 +20,7 @@ def distill(
     num_texts: Annotated[int | None, Option(min=20, help="Self-generated texts; default: 4000.")] = None,
     adapter: o.Adapter = None,
     rank: o.Rank = 256,
+    lora_rank: o.LoRARank = 0,
     max_new_tokens: o.MaxNewTokens = None,
     temperature: o.Temperature = None,
     engine: o.Engine = "transformers",

@@ -20,12 +20,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files, read_adapter
+from ..model.adapter import check_base_files, read_adapter, read_samples
 from .attention import RunnerInputs, subset_attention
 from .compile import CompiledLayers, DecodeGraphs
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
 from .patch import patch
+from .private import with_private_layers
 from .requests import speedup_of
 from .settings import Serving
 from .steps import DepthTable, DepthTables, StepPlan
@@ -68,14 +69,16 @@ class SkipRunner(Runner):
     skip_serving: Serving
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
         serving = self.skip_serving
-        adapter = None
-        sums = True
+        adapter, samples, sums = None, {}, True
         if serving.adapter is not None:
             checkpoint = Checkpoint.resolve(self.model_config.model, revision=self.model_config.revision)
             check_base_files(serving.adapter, checkpoint.folder)
             adapter = read_adapter(serving.adapter).to(self.device, self.model_config.dtype).requires_grad_(False)
+            samples = read_samples(serving.adapter)
+        with with_private_layers(adapter, samples, serving.num_layers):
+            super().load_model(*args, **kwargs)
+        if adapter is not None:
             last = decoder_layers(self.model, serving.num_layers)[-1]
             sums = adds_residual(last, self.vllm_config, self.device)
         self.skip_tables = DepthTables(serving.schedules, adapter)

@@ -187,6 +187,7 @@ class DistillConfig(RunConfig):
     engine: str = "transformers"
     adapter: str | None = None
     rank: int = 256
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

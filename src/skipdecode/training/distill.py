@@ -32,6 +32,7 @@ from ..model.adapter import TEXTS, Adapter, read_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import bind
 from ..model.inspect import text_config
+from ..model.lora import linear_sizes
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 from . import self_generated as texts
@@ -88,7 +89,7 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
     tokenizer = base.tokenizer
     torch.manual_seed(args.seed)
     fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
-    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted)
+    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted, config.lora_rank)
     measured = prefill(model, tokenizer, held_out)
     if last is None:
         report(schedules, measured, "before training", say)
@@ -139,15 +140,18 @@ def make_model(
     rank: int,
     begin_with: Path | None,
     fitted: Sequence[PrefilledBatch],
+    lora_rank: int = 0,
 ) -> DistillationModel:
     """Model to train, whose adapter has the weights of ``begin_with``, else bypasses fitted to texts, if any."""
     start = None if begin_with is None else read_adapter(begin_with)
     bound = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
-    adapter = Adapter(text_config(model.config).hidden_size, start.rank if start else rank, bound)
+    if start:
+        rank, lora_rank = start.rank, start.lora_rank or lora_rank
+    adapter = Adapter(text_config(model.config).hidden_size, rank, bound, linear_sizes(model), lora_rank)
     attach(model.requires_grad_(False), adapter=adapter)
     if start:
-        weights = start.state_dict()  # maybe of more speed-ups
-        adapter.load_state_dict({name: weights[name] for name in adapter.state_dict()})
+        weights, own = start.state_dict(), adapter.state_dict()  # maybe of more speed-ups, or without LoRA
+        adapter.load_state_dict({name: weights.get(name, own[name]) for name in own})
     elif fitted:
         fit_bypasses(adapter, fitted)
     return DistillationModel(model, adapter)
@@ -204,7 +208,7 @@ def forecast(
     """How long texts and training take, from a few timed steps of each, for short prompts and the longest texts."""
     tokenizer = base.tokenizer
     model = base.load(**where)
-    distilled = make_model(model, schedules, config.rank, None, [])
+    distilled = make_model(model, schedules, config.rank, None, [], config.lora_rank)
     longest = config.max_new_tokens or get_task(config.task).max_new_tokens
     at_once = min(texts_at_once(args), config.num_texts)
     few = texts.SAMPLING | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}

@@ -25,8 +25,13 @@ from ..loading.load import Checkpoint
 
 #: Sampling of texts from the model's own distribution, at a temperature.
 SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 1.0, "top_k": 0}
-#: Sampling of users' messages: small models ask more sensible questions slightly below temperature 1.
-MESSAGE_SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
+#: Sampling of users' messages: all kinds that the model knows, without tokens that would make no sense.
+MESSAGE_SAMPLING: dict[str, Any] = SAMPLING | {"temperature": 1.0, "min_p": 0.04}
+#: Sampling of their first tokens, from each of which as many messages begin.
+OPENING_SAMPLING: dict[str, Any] = SAMPLING | {"temperature": 1.5, "min_p": 0.001}
+OPENING = 2
+#: Characters that no two messages share at the beginning.
+BEGINNING = 40
 #: Number of different prompts below which the user is told.
 FEW = 200
 #: Longest message, in tokens; longer ones are left out.
@@ -83,8 +88,10 @@ def find_prompts(
 def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) -> list[Prompt]:
     """Conversations of one message, which a chat model writes itself (Xu et al., 2024, "Magpie", section 2.1).
 
-    The model gets its chat template up to where a user's first message begins. Of ``count`` messages, those that are
-    empty, loop, do not end, or repeat another are left out. Raises DataError if none is left.
+    The model gets its chat template up to where a user's first message begins. What it writes there is mostly of one
+    kind: so the first two tokens are drawn by themselves, and each pair of them begins as many messages. Of ``count``
+    messages, those that are empty, loop, do not end, or begin like another are left out. Raises DataError if none is
+    left.
     """
     tokenizer = checkpoint.tokenizer
     before, after = around_message(tokenizer)
@@ -93,12 +100,19 @@ def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
         before = before.removeprefix(bos)  # the tokenizer adds one
     positions = max_positions(checkpoint.config) or sys.maxsize
     longest = min(LONGEST_MESSAGE, positions // 4)  # the template and the answer need some too
+    drawn = write([before] * count, OPENING_SAMPLING | {"max_new_tokens": OPENING}, "openings")
+    openings = list(dict.fromkeys(each.text for each in drawn if each and each.finish_reason == "length"))
+    starts = [before + (openings or [""])[i % (len(openings) or 1)] for i in range(count)]
     options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
-    texts = keep_texts([before] * count, write([before] * count, options, "messages"), say, ended=True)
-    messages = dict.fromkeys(text.references[0].split(after)[0].strip() for text in texts)
-    if not any(messages):
+    texts = keep_texts(starts, write(starts, options, "messages"), say, ended=True)
+    messages = (f"{text.prompt}{text.references[0]}".removeprefix(before).split(after)[0].strip() for text in texts)
+    distinct: dict[str, str] = {}
+    for message in filter(None, messages):
+        distinct.setdefault(message[:BEGINNING].casefold(), message)
+    if not distinct:
         raise DataError("the model writes no user's message that ends: give --prompts FILE")
-    return [(Message("user", message),) for message in messages if message]
+    say(f"{len(distinct):,} different messages, from {len(openings):,} openings")
+    return [(Message("user", message),) for message in distinct.values()]
 
 
 def keep_texts(
