@@ -1,4 +1,4 @@
-"""Self-generated texts: what is kept of them, which prompts they have, and that a killed run loses none."""
+"""Self-generated texts: what is kept of them, and that a killed run loses none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from helpers.tiny import TEXTS, write_jsonl
+from helpers.tiny import TEXTS
 from skipdecode.data.chat import Message
 from skipdecode.data.collator import encoded
 from skipdecode.data.examples import read_examples
@@ -36,16 +36,16 @@ def test_what_teaches_nothing_is_left_out() -> None:
     kept = own.keep_texts(prompts, texts, said.append)
     assert kept == [Example("a", (" x",)), Example("b", (" x",))]
     assert said == ["left out of what the model generated: 1 repeated, 1 empty, 1 looping, 1 refused"]
-    with pytest.raises(DataError, match=r"no text is left to learn from \(2 empty\)"):
-        own.keep_texts(["a", "b"], completions("", " "), said.append)
+    with pytest.raises(DataError, match="no text is left to learn from"):
+        own.self_generate(["a", "b"], JSONL, 2, None, None, lambda *_: completions("", " "), said.append)
+    assert said[1:] == ["left out of what the model generated: 2 empty"]
 
 
 def test_a_text_that_was_cut_has_no_end() -> None:
     """Nor the half of a character; messages that do not end are left out."""
     (kept,) = own.keep_texts(["a"], completions(" caf\ufffd", reason="length"), str)
     assert kept == Example("a", (" caf",), cut=True)
-    with pytest.raises(DataError, match="1 cut off"):
-        own.keep_texts(["a"], completions(" caf", reason="length"), str, ended=True)
+    assert not own.keep_texts(["a"], completions(" caf", reason="length"), str, ended=True)
 
 
 @pytest.mark.parametrize(
@@ -76,57 +76,6 @@ def test_no_text_is_learned_whose_prompt_is_held_out(prompts: int, each: int, mo
         assert {*learned} | {*held} >= {text for text in texts if text.prompt not in {each.prompt for each in held}}
     else:
         assert {*learned, *held} == {*texts}
-
-
-def never(*_: Any) -> Any:
-    pytest.fail("the file has the prompts")
-
-
-def test_prompts_are_those_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
-    """Each once, with or without responses; few are told; without a file, none."""
-    rows = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in [*TEXTS, TEXTS[0]]))
-    said: list[str] = []
-    base = Checkpoint.resolve(str(checkpoint))
-    assert own.find_prompts(base, rows, JSONL, 9, never, said.append) == TEXTS
-    assert said == [f"{rows} has {len(TEXTS)} different prompts: some hundreds teach more"]
-    assert own.find_prompts(base, None, JSONL, 9, never, said.append) == [""]
-    with pytest.raises(DataError):
-        own.find_prompts(base, tmp_path / "none.jsonl", JSONL, 9, never, said.append)
-
-
-@pytest.mark.parametrize("begin", ["", "{{ bos_token }}"])
-def test_a_chat_model_writes_its_users_messages(checkpoint: Path, begin: str) -> None:
-    """Behind openings of its own, up to what ends a message; each beginning once, none that does not end."""
-    base = Checkpoint.resolve(str(checkpoint))
-    tokenizer = base.tokenizer
-    tokenizer.bos_token = "<s>"
-    tokenizer.chat_template = begin + "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
-
-    start = f"{'<s>' if begin else ''}<user>"
-
-    def write(prompts: Any, options: dict[str, Any], name: str) -> list[Any]:
-        if name == "openings":
-            assert prompts == [start] * 8
-            assert options["max_new_tokens"] == own.OPENING
-            pairs = completions("Why is", "How", "Why is", "How", "How", "How", "How", "How", reason="length")
-            return [*pairs[:-1], *completions("I<end>")]
-        assert prompts == [f"{start}Why is", f"{start}How"] * 4
-        assert options["stop_strings"] == ["<end>"]
-        assert options["max_new_tokens"] == 96 // 4
-        texts = completions(
-            " it so?<end>", "? <end>", " it so? <end>", " to boil an egg in a large pan of slightly salted water?<end>"
-        )
-        texts += completions("<end>", " to boil an egg in a large pan of slightly salted oil?<end>")
-        return [*texts, *completions(" on and on", reason="length"), None]
-
-    found = own.find_prompts(base, None, JSONL, 8, write, str)
-    asked = [message.content for prompt in found for message in prompt if isinstance(message, Message)]
-    assert asked[:2] == ["Why is it so?", "How?"]
-    assert len(asked) == 4
-    assert "Why is" in asked
-    assert sum("boil an egg" in each for each in asked) == 1
-    with pytest.raises(DataError, match="writes no user's message"):
-        own.find_prompts(base, None, JSONL, 1, lambda *_: completions("<end>"), str)
 
 
 def test_texts_are_learned_as_they_were_written(checkpoint: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from ..model.inspect import text_config
 from ..model.lora import linear_sizes
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
+from . import prompts
 from . import self_generated as texts
 from .adapter_init import fit_bypasses
 from .config import DistillConfig, claim_output
@@ -183,14 +184,15 @@ def write_texts(
     """Let the full model write the texts; what it wrote before a kill is kept in the output folder."""
     settings: dict[str, Any] = {"speedup": 1, "batch_size": texts_at_once(args), "seed": args.seed, "load": where}
 
-    def write(prompts: Sequence[Prompt], options: dict[str, Any], name: str) -> Any:
+    def write(rows: Sequence[Prompt], options: dict[str, Any], name: str) -> Any:
         file = Path(config.output) / f"self_generated.{name}.raw.jsonl"
-        job = GenerationJob(base, prompts, file, options=options, engine=config.engine, **settings)
+        job = GenerationJob(base, rows, file, options=options, engine=config.engine, **settings)
         with tqdm(desc=f"self-generated {name}", unit="text", file=sys.stderr) as bar:
             return texts.write_with_job(job, bar)
 
-    sizes = config.num_texts, config.max_new_tokens, config.temperature
-    return texts.self_generate(base, config.prompts, get_task(config.task), *sizes, write, say)
+    task, count = get_task(config.task), config.num_texts
+    found = prompts.find_prompts(base, config.prompts, task, count, write, say)
+    return texts.self_generate(found, task, count, config.max_new_tokens, config.temperature, write, say)
 
 
 def texts_at_once(args: TrainingArguments) -> int:
@@ -224,8 +226,8 @@ def forecast(
         synchronize(args.device)
         seconds = time.perf_counter() - start
     tokens = longest
-    if config.prompts is None and tokenizer.chat_template is not None:
-        tokens += texts.LONGEST_MESSAGE
+    if config.prompts is None:
+        tokens += prompts.tokens_written(base)
     writing = stats.decode_seconds / stats.steps * tokens * math.ceil(config.num_texts / at_once)
     size *= args.gradient_accumulation_steps
     steps = args.max_steps if args.max_steps > 0 else math.ceil(config.num_texts * args.num_train_epochs / size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,29 +12,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..data.chat import Message, Prompt, around_message, as_json
-from ..data.examples import read_examples, read_rows, subsample
+from ..data.chat import Prompt, as_json
+from ..data.examples import read_rows, subsample
 from ..data.tasks import Example, Task
 from ..errors import DataError
 from ..files import write
-from ..generation.batches import max_positions
 from ..generation.job import GenerationJob
 from ..generation.stats import Completion
-from ..loading.load import Checkpoint
 
 #: Sampling of texts from the model's own distribution, at a temperature.
 SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 1.0, "top_k": 0}
-#: Sampling of users' messages: all kinds that the model knows, without tokens that would make no sense.
-MESSAGE_SAMPLING: dict[str, Any] = SAMPLING | {"temperature": 1.0, "min_p": 0.04}
-#: Sampling of their first tokens, from each of which as many messages begin.
-OPENING_SAMPLING: dict[str, Any] = SAMPLING | {"temperature": 1.5, "min_p": 0.001}
-OPENING = 2
-#: Characters that no two messages share at the beginning.
-BEGINNING = 40
-#: Number of different prompts below which the user is told.
-FEW = 200
-#: Longest message, in tokens; longer ones are left out.
-LONGEST_MESSAGE = 128
 
 #: Tells the user something.
 Say = Callable[[str], object]
@@ -46,8 +32,7 @@ Write = Callable[[Sequence[Prompt], dict[str, Any], str], Sequence[Completion | 
 
 
 def self_generate(
-    checkpoint: Checkpoint,
-    source: str | Path | None,
+    prompts: Sequence[Prompt],
     task: Task,
     count: int,
     max_new_tokens: int | None,
@@ -55,64 +40,21 @@ def self_generate(
     write: Write,
     say: Say,
 ) -> list[Example]:
-    """Up to ``count`` texts that a model writes behind prompts of ``source``, without those that teach nothing.
+    """Up to ``count`` texts that a model writes behind prompts, without those that teach nothing.
 
     Of many prompts evenly spaced ones are taken, and each of few several times. ``max_new_tokens`` is the task's by
     default, and ``temperature`` 0.5, where texts are easier to learn; 1 from a single prompt, whose texts would repeat.
+    Raises DataError if no text is left.
     """
-    prompts = find_prompts(checkpoint, source, task, count, write, say)
     chosen = subsample(prompts, count)
     rows = [chosen[i % len(chosen)] for i in range(count)]
     if temperature is None:
         temperature = 1.0 if len(chosen) == 1 else 0.5
     options = SAMPLING | {"temperature": temperature, "max_new_tokens": max_new_tokens or task.max_new_tokens}
-    return keep_texts(rows, write(rows, options, "texts"), say)
-
-
-def find_prompts(
-    checkpoint: Checkpoint, source: str | Path | None, task: Task, count: int, write: Write, say: Say
-) -> list[Prompt]:
-    """Prompts of self-generated texts: those of ``source``, else a chat model's own, else the begin-of-text token."""
-    if source is not None:
-        examples = read_examples(source, task, "train", references=False)
-        prompts = list(dict.fromkeys(example.prompt for example in examples))
-        if len(prompts) < FEW:
-            say(f"{source} has {len(prompts)} different prompts: some hundreds teach more")
-        return prompts
-    if checkpoint.tokenizer.chat_template is None:
-        return [""]
-    say("no prompts are given: the model writes its users' messages too")
-    return user_messages(checkpoint, count, write, say)
-
-
-def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) -> list[Prompt]:
-    """Conversations of one message, which a chat model writes itself (Xu et al., 2024, "Magpie", section 2.1).
-
-    The model gets its chat template up to where a user's first message begins. What it writes there is mostly of one
-    kind: so the first two tokens are drawn by themselves, and each pair of them begins as many messages. Of ``count``
-    messages, those that are empty, loop, do not end, or begin like another are left out. Raises DataError if none is
-    left.
-    """
-    tokenizer = checkpoint.tokenizer
-    before, after = around_message(tokenizer)
-    bos = tokenizer.bos_token
-    if bos and before.startswith(bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        before = before.removeprefix(bos)  # the tokenizer adds one
-    positions = max_positions(checkpoint.config) or sys.maxsize
-    longest = min(LONGEST_MESSAGE, positions // 4)  # the template and the answer need some too
-    drawn = write([before] * count, OPENING_SAMPLING | {"max_new_tokens": OPENING}, "openings")
-    openings = list(dict.fromkeys(each.text for each in drawn if each and each.finish_reason == "length"))
-    starts = [before + (openings or [""])[i % (len(openings) or 1)] for i in range(count)]
-    options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
-    texts = keep_texts(starts, write(starts, options, "messages"), say, ended=True)
-    messages = (f"{text.prompt}{text.references[0]}".removeprefix(before).split(after)[0].strip() for text in texts)
-    distinct: dict[str, str] = {}
-    for message in filter(None, messages):
-        distinct.setdefault(message[:BEGINNING].casefold(), message)
-    if not distinct:
-        raise DataError("the model writes no user's message that ends: give --prompts FILE")
-    say(f"{len(distinct):,} different messages, from {len(openings):,} openings")
-    return [(Message("user", message),) for message in distinct.values()]
+    texts = keep_texts(rows, write(rows, options, "texts"), say)
+    if not texts:
+        raise DataError("no text is left to learn from: give other --prompts, or another --temperature")
+    return texts
 
 
 def keep_texts(
@@ -121,7 +63,6 @@ def keep_texts(
     """Texts without those that are empty, end in a loop, or were written before for the same prompt.
 
     None stands for a prompt that was too long; ``ended`` leaves out texts that were cut off at ``max_new_tokens``.
-    Raises DataError if no text is left.
     """
     texts: dict[Example, None] = {}
     left_out: Counter[str] = Counter()
@@ -142,10 +83,8 @@ def keep_texts(
             left_out["repeated"] += 1
         else:
             texts[example] = None
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-    if not texts:
-        raise DataError(f"no text is left to learn from ({counts}): give other --prompts, or another --temperature")
-    if counts:
+    if left_out:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
         say(f"left out of what the model generated: {counts}")
     return list(texts)
 
