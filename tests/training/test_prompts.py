@@ -44,7 +44,7 @@ class Writer:
     def __call__(self, prompts: Any, options: dict[str, Any], name: str) -> list[Completion]:
         assert name not in self.asked, "jobs of one name share a file"
         self.asked[name] = list(prompts)
-        if name.endswith("openings"):
+        if name.startswith("openings"):
             return [Completion(f"{'ABCDE'[place % 5]} b", 2, "length") for place in range(len(prompts))]
         if name.startswith("answers"):
             return [Completion(f" answer {place} of {name} ", 3, "stop") for place in range(len(prompts))]
@@ -88,9 +88,9 @@ def test_conversations_are_as_the_template_has_them(checkpoint: Path, begin: str
     assert {role for kind in kinds for role in kind[-1:]} == {"user"}
     texts = {render(base.tokenizer, chat) for chat in found if not isinstance(chat, str)}
     for name, asked in writer.asked.items():
-        if name.startswith("messages") and not name.endswith("openings"):
+        if name.startswith("messages"):
             for place, before in enumerate(asked):
-                assert f"{before} c {place} of {name}<end>" in texts
+                assert any(text.startswith(f"{before} c {place} of {name}<end>") for text in texts)
 
 
 def test_beginnings_are_spread_evenly(checkpoint: Path) -> None:
@@ -98,14 +98,14 @@ def test_beginnings_are_spread_evenly(checkpoint: Path) -> None:
     base = chat_model(checkpoint, TEMPLATE)
 
     def write(prompts: Any, options: dict[str, Any], name: str) -> list[Completion | None]:
-        if name.endswith("openings"):
+        if name.startswith("openings"):
             assert options["max_new_tokens"] == made.OPENING
             drawn: list[Completion | None] = [Completion(text, 2, "length") for text in ("Why is", "How", "How", "How")]
             return [*drawn, Completion("I<end>", 2, "stop"), None]
         assert prompts == ["<user>Why is", "<user>How"] * 3
         return [Completion(f" it {place}<end>", 3, "stop") for place in range(6)]
 
-    found = made.next_messages(base, [()] * 6, "user", "messages", write, str)
+    found = made.next_messages(base, [()] * 6, write, str, "1")
     assert [chat[0].content for chat in found] == [f"{('Why is', 'How')[place % 2]} it {place}" for place in range(6)]
 
 
@@ -128,12 +128,12 @@ def test_messages_that_teach_nothing_are_left_out(checkpoint: Path, texts: list[
     base = chat_model(checkpoint, TEMPLATE)
 
     def write(prompts: Any, options: dict[str, Any], name: str) -> list[Completion | None]:
-        if name.endswith("openings"):
+        if name.startswith("openings"):
             return [Completion("Why", 2, "length")] * len(prompts)
         ends = ("length", "stop")
         return [(text and Completion(text, 3, ends[text.endswith("<end>")])) or None for text in texts]
 
-    found = made.next_messages(base, [()] * len(texts), "user", "messages", write, str)
+    found = made.next_messages(base, [()] * len(texts), write, str, "1")
     contents = [chat[0].content for chat in found]
     assert contents == kept or len(contents) == kept
 

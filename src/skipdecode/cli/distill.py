@@ -17,6 +17,7 @@ def distill(
     speedups: o.Speedups = None,
     output: Annotated[Path, Option(help="Folder for the adapter, its texts and checkpoints.")] = Path("fast"),
     prompts: o.Prompts = None,
+    eval_prompts: Annotated[Path | None, Option(help="Prompts like your users', to measure on as well.")] = None,
     num_texts: Annotated[int | None, Option(min=20, help="Self-generated texts; default: 4000.")] = None,
     adapter: o.Adapter = None,
     rank: o.Rank = 256,

@@ -22,7 +22,7 @@ from ..schedule import ORDERS
 #: File of a run's folder with its options.
 RECORD = "training.json"
 #: Options that may differ between a killed run and the one that resumes it.
-FREE = "output engine max_steps num_train_epochs eval_steps save_steps logging_steps report_to".split()
+FREE = "output engine eval_prompts max_steps num_train_epochs eval_steps save_steps logging_steps report_to".split()
 #: Options that self-generated texts depend on.
 TEXT_OPTIONS = "fingerprint prompts task num_texts max_new_tokens temperature engine bf16 seed".split()
 #: Defaults of TrainingArguments' fields.
@@ -181,6 +181,7 @@ class DistillConfig(RunConfig):
 
     output: str = "fast"
     prompts: str | None = None
+    eval_prompts: str | None = None
     num_texts: int = 4000
     max_new_tokens: int | None = None
     temperature: float | None = None

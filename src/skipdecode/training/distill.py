@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from ..data.chat import Prompt
 from ..data.collator import batches, batches_of
-from ..data.examples import read_examples
+from ..data.examples import read_examples, subsample
 from ..data.tasks import Example, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
@@ -91,7 +91,9 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
     torch.manual_seed(args.seed)
     fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
     distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted, config.lora_rank)
-    measured = prefill(model, tokenizer, held_out)
+    measured = {"held-out texts": prefill(model, tokenizer, held_out)}
+    if config.eval_prompts:
+        measured[config.eval_prompts] = prefill(model, tokenizer, answers(model, tokenizer, config))
     if last is None:
         report(schedules, measured, "before training", say)
     trainer = DistillationTrainer(
@@ -167,15 +169,28 @@ def prefill(
     return [PrefilledBatch(model, batch) for batch in made]
 
 
+def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: DistillConfig) -> list[Example]:
+    """The full model's greedy outputs for the prompts of ``config.eval_prompts``."""
+    task = get_task(config.task)
+    examples = read_examples(str(config.eval_prompts), task, "test", references=False)
+    chosen = [example.prompt for example in subsample(examples, config.max_eval_samples)]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": config.max_new_tokens or task.max_new_tokens}
+    found = generate_ids(model, tokenizer, encode_prompts(tokenizer, chosen), None, 32, **options).completions
+    return texts.keep_texts(chosen, found, log)
+
+
 def report(
-    schedules: Mapping[float, Schedule], batches: Sequence[PrefilledBatch], when: str, say: Say
+    schedules: Mapping[float, Schedule], measured: Mapping[str, Sequence[PrefilledBatch]], when: str, say: Say
 ) -> list[Divergence]:
-    """Divergence of each speed-up from the full model on held-out texts, also told to the user."""
-    measured = divergence(batches, list(schedules.values())) if batches else []
-    for speedup, found in zip(schedules, measured, strict=False):
-        interval = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
-        say(f"{speedup:g}x {when}: KL {found.kl:.3f}{interval}, top-1 agreement {found.top1:.1%}")
-    return measured
+    """Divergence of each speed-up from the full model on each set of texts, also told to the user; the first's."""
+    first: list[Divergence] = []
+    for name, prefilled in measured.items():
+        found = divergence(prefilled, list(schedules.values())) if prefilled else []
+        for speedup, each in zip(schedules, found, strict=False):
+            interval = f" (95%: {each.interval[0]:.3f} to {each.interval[1]:.3f})" if each.interval else ""
+            say(f"{speedup:g}x {when}, {name}: KL {each.kl:.3f}{interval}, same next token {each.top1:.1%}")
+        first = first or found
+    return first
 
 
 def write_texts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,18 @@ def conversations(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
     ModelError if the template does not show where a user's message ends.
     """
     around_message(checkpoint.tokenizer)
-    system = next_messages(checkpoint, [()] * (count // SYSTEM), "system", "systems", write, say)
-    turn = next_messages(checkpoint, [()] * (count - len(system)), "user", "messages", write, say)
-    turn += next_messages(checkpoint, system, "user", "messages-to-systems", write, say)
-    found = list(turn)
+    begun: list[Chat] = [()] * (count - count // SYSTEM)
+    turn = next_messages(checkpoint, begun, write, say, "1", systems=count // SYSTEM)
+    found = [chat for chat in turn if chat[-1].role == "user"]
     for number in range(2, TURNS + 1):
-        asked = subsample(turn, len(turn) // NEXT_TURN)
+        begun = [chat for chat in turn if chat[-1].role == "system"]
+        asked = [chat for chat in turn if chat[-1].role == "user"]
+        asked = subsample(asked, len(asked) // NEXT_TURN)
         answers = write(asked, SAMPLING | {"temperature": 0.5, "max_new_tokens": LONGEST_MESSAGE}, f"answers-{number}")
-        begun = [
-            (*chat, Message("assistant", answer.text.strip()))
-            for chat, answer in zip(asked, answers, strict=True)
-            if answer and answer.finish_reason != "length" and answer.text.strip()
-        ]
-        turn = next_messages(checkpoint, begun, "user", f"messages-{number}", write, say)
+        for chat, answer in zip(asked, answers, strict=True):
+            if answer and answer.finish_reason != "length" and answer.text.strip():
+                begun.append((*chat, Message("assistant", answer.text.strip())))
+        turn = next_messages(checkpoint, begun, write, say, str(number))
         found += turn
     if not found:
         raise DataError("the model writes no user message that ends: give --prompts FILE")
@@ -88,42 +88,45 @@ def conversations(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
 
 
 def next_messages(
-    checkpoint: Checkpoint, begun: Sequence[Chat], role: str, name: str, write: Write, say: Say
+    checkpoint: Checkpoint, begun: Sequence[Chat], write: Write, say: Say, name: str, *, systems: int = 0
 ) -> list[Chat]:
-    """Conversations with one message more, which the model writes (Xu et al., 2024, "Magpie", section 2.1).
+    """Conversations with a user's message more, which the model writes (Xu et al., 2024, "Magpie", section 2.1).
 
     The model gets its chat template up to where the message begins. What it writes there is mostly of one kind: so the
-    first two tokens are drawn by themselves, and each different beginning goes on as often. None if the chat template
-    takes no such message.
+    first two tokens are drawn by themselves, and each different beginning goes on as often. ``systems`` is the number
+    of system messages that are written beside; what the template takes not is told and left out.
     """
     tokenizer = checkpoint.tokenizer
-    try:
-        around = {chat: around_message(tokenizer, role, chat) for chat in dict.fromkeys(begun)}
-    except ModelError as error:
-        say(f"without {name}: {error}")
+    starts = []  # what the model gets, what ends its message, and where that belongs
+    for chat, role, times in [(chat, "user", 1) for chat in begun] + [((), "system", systems)] * bool(systems):
+        try:
+            before, after = around_message(tokenizer, role, chat)
+        except ModelError as error:
+            say(f"without a {role} message behind {len(chat)} others: {error}")
+            break
+        bos = tokenizer.bos_token
+        if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+            before = before.removeprefix(bos)  # the tokenizer adds one
+        starts += [(before, after, chat, role)] * times
+    if not starts:
         return []
-    if not around:
-        return []
-    bos = tokenizer.bos_token
-    twice = bos if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] else ""  # the tokenizer adds one
-    before = {chat: text.removeprefix(twice) for chat, (text, _) in around.items()}
+    options = OPENING_SAMPLING | {"max_new_tokens": OPENING}
+    drawn = write([before for before, *_ in starts], options, f"openings-{name}")
+    openings: dict[str, dict[str, None]] = {}
+    for (before, *_), each in zip(starts, drawn, strict=True):
+        if each and each.finish_reason == "length":
+            openings.setdefault(before, {})[each.text] = None
+    turns = {before: cycle(openings.get(before, {"": None})) for before, *_ in starts}
+    rows = [before + next(turns[before]) for before, *_ in starts]
+    where = dict(zip(rows, starts, strict=True))
     positions = max_positions(checkpoint.config) or sys.maxsize
     longest = min(LONGEST_MESSAGE, positions // 4)  # the template and the answer need some too
-    options = OPENING_SAMPLING | {"max_new_tokens": OPENING}
-    drawn = write([before[chat] for chat in begun], options, f"{name}-openings")
-    openings = [
-        (chat, each.text) for chat, each in zip(begun, drawn, strict=True) if each and each.finish_reason == "length"
-    ]
-    pairs = list(dict.fromkeys(openings)) or [(chat, "") for chat in around]
-    rows = [pairs[place % len(pairs)] for place in range(len(begun))]
-    after = next(iter(around.values()))[1]
-    options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
-    written = write([before[chat] + opening for chat, opening in rows], options, name)
-    chats = {before[chat] + opening: chat for chat, opening in rows}
+    ends = list(dict.fromkeys(after for _, after, *_ in starts))
+    options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": ends}
     distinct: dict[str, Chat] = {}
-    for text in keep_texts([before[chat] + opening for chat, opening in rows], written, say, ended=True):
-        chat = chats[str(text.prompt)]
-        content = f"{text.prompt}{text.references[0]}".removeprefix(before[chat]).split(after)[0].strip()
+    for text in keep_texts(rows, write(rows, options, f"messages-{name}"), say, ended=True):
+        before, after, chat, role = where[str(text.prompt)]
+        content = f"{text.prompt}{text.references[0]}".removeprefix(before).split(after)[0].strip()
         if content:
             distinct.setdefault(content[:BEGINNING].casefold(), (*chat, Message(role, content)))
     return list(distinct.values())
