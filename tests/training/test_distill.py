@@ -138,7 +138,7 @@ def test_training_comes_nearer_to_the_full_model(
             weight.mul_(8 if weight.ndim == 2 else 1)  # else layers, and what they change, are next to nothing
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(distilling, "fit_bypasses", lambda adapter, batches: None)  # bypasses that do nothing
+    monkeypatch.setattr(distilling, "fit_bypasses", lambda *_, **__: None)  # bypasses that do nothing
     options = {"num_texts": 60, "max_new_tokens": 12, "speedups": "4", "max_steps": 25, "learning_rate": 1e-2}
     said: list[str] = []
     asked = str(write_jsonl(tmp_path / "asked.jsonl", ({"prompt": text} for text in TEXTS)))
@@ -212,6 +212,20 @@ def test_training_goes_on_from_an_adapter(trained: Path, checkpoint: Path, promp
         skipdecode.load(str(checkpoint), adapter=tmp_path / "two")
 
 
+def test_a_speed_is_added_to_an_adapter(trained: Path, prompts: Path, tmp_path: Path) -> None:
+    """In the adapter's order of layers, with a bypass fitted to texts; what the adapter has stays where it begins."""
+    start, before = read_adapter(trained), read_schedules(trained)
+    still: dict[str, Any] = {"max_steps": 1, "learning_rate": 1e-30, "max_new_tokens": 6}
+    distill(trained, prompts, tmp_path / "more", speedups="1.6,2,4", **still)
+    more, schedules = read_adapter(tmp_path / "more"), read_schedules(tmp_path / "more")
+    assert {speedup: schedules[speedup] for speedup in before} == before
+    assert {(each.order, each.warmup) for each in schedules.values()} == {(before[4.0].order, before[4.0].warmup)}
+    kept = more.state_dict()
+    assert all(torch.equal(kept[name], weight) for name, weight in start.state_dict().items())
+    (new,) = more.bypasses.keys() - start.bypasses.keys()
+    assert kept[f"bypasses.{new}.up"].count_nonzero()
+
+
 def test_lora_is_learned_on_top_of_an_adapter(trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """It begins where the adapter is, learns, and runs merged, so that a text needs no more modules."""
     start = read_adapter(trained).state_dict()
@@ -234,7 +248,6 @@ def test_what_cannot_be_learned_is_told_before_a_model_is_loaded(
     monkeypatch.setattr(Checkpoint, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     before = (trained / WEIGHTS).read_bytes()
     for model, output, options, error, said in (
-        (trained, tmp_path, {"speedups": "3"}, UsageError, "has no speed-up 3: it has 2, 4"),
         (checkpoint, tmp_path, {"speedups": "1.02,2"}, UsageError, "1.02x of 8 layers is all of them"),
         (checkpoint, tmp_path, {"adapter": str(tmp_path)}, FileError, "holds no adapter"),
         (trained, trained, {"speedups": None}, UsageError, "another run|another model|run with another"),

@@ -113,20 +113,19 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
 
 
 def choose_schedules(config: DistillConfig, checkpoint: Checkpoint) -> dict[float, Schedule]:
-    """Schedules by target speed-up: those of the adapter to begin with, else new ones of constant depth."""
-    if checkpoint.adapter is not None:
-        known = checkpoint.schedules
-        if missing := [speedup for speedup in config.speedups or () if speedup not in known]:
-            raise UsageError(f"the adapter has no speed-up {missing[0]:g}: it has {', '.join(f'{k:g}' for k in known)}")
-        return {speedup: known[speedup] for speedup in config.speedups or known}
-    speedups = config.speedups or (1.5, 2.0)
+    """Schedules by target speed-up: those of the adapter to begin with, and new ones of constant depth."""
+    known = {} if checkpoint.adapter is None else checkpoint.schedules
+    speedups = config.speedups or tuple(known) or (1.5, 2.0)
     layers = checkpoint.num_layers
     style = config.style
-    if style.get("order", "top") == "top":
+    if known:
+        fastest = known[max(known)]
+        style = {"order": fastest.order, "warmup": fastest.warmup}
+    elif style.get("order", "top") == "top":
         style = {"warmup": default_warmup(layers, max(speedups))} | style
     schedules = {}
     for speedup in speedups:
-        schedules[speedup] = Schedule.for_speedup(speedup, layers, **style)
+        schedules[speedup] = known.get(speedup) or Schedule.for_speedup(speedup, layers, **style)
         if schedules[speedup].is_full:
             raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
     return schedules
@@ -145,7 +144,7 @@ def make_model(
     fitted: Sequence[PrefilledBatch],
     lora_rank: int = 0,
 ) -> DistillationModel:
-    """Model to train, whose adapter has the weights of ``begin_with``, else bypasses fitted to texts, if any."""
+    """Model to train, whose adapter has the weights of ``begin_with``; bypasses that it lacks are fitted to texts."""
     start = None if begin_with is None else read_adapter(begin_with)
     bound = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
     if start:
@@ -153,10 +152,10 @@ def make_model(
     adapter = Adapter(text_config(model.config).hidden_size, rank, bound, linear_sizes(model), lora_rank)
     attach(model.requires_grad_(False), adapter=adapter)
     if start:
-        weights, own = start.state_dict(), adapter.state_dict()  # maybe of more speed-ups, or without LoRA
+        weights, own = start.state_dict(), adapter.state_dict()  # maybe of other speed-ups, or without LoRA
         adapter.load_state_dict({name: weights.get(name, own[name]) for name in own})
-    elif fitted:
-        fit_bypasses(adapter, fitted)
+    if fitted:
+        fit_bypasses(adapter, fitted, known=[*start.bypasses] if start else [])
     return DistillationModel(model, adapter)
 
 
