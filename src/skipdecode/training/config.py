@@ -119,11 +119,12 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """Options of ``skipdecode train``, which its help explains, and four for files and Python.
+    """Options of ``skipdecode train``, which its help explains, and five for files and Python.
 
     Args:
         prompt_column, response_column, prompt_share: how rows are read, see :func:`~skipdecode.data.tasks.get_task`.
         prompt_decay: number of last prompt positions over which the depth falls already.
+        exit_share: share of the tokens from which multi-layer exit's early exits learn, each from others.
 
     Raises:
         UsageError: options contradict each other.
@@ -145,6 +146,7 @@ class TrainConfig(RunConfig):
     response_column: str | None = None
     prompt_share: float | None = None
     method: str = "skipdecode"
+    exit_share: float = 1.0
     decay: str | None = None
     horizon: int | None = None
     prompt_decay: int | None = None

@@ -1,0 +1,25 @@
+"""The learning rate with the least validation loss, mean over the speeds: best_rate.py RUN@RATE RUN@RATE …"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+
+def loss(run: Path) -> float:
+    """Validation loss at the end of a run; infinite if the run did not get there."""
+    for state in run.glob("checkpoint-*/trainer_state.json"):
+        for row in reversed(json.loads(state.read_text("utf-8"))["log_history"]):
+            if losses := [value for name, value in row.items() if re.fullmatch(r"eval_[\d.]+x_loss", name)]:
+                return sum(losses) / len(losses)
+    return math.inf
+
+
+if __name__ == "__main__":
+    found = {Path(run): loss(Path(run)) for run in sys.argv[1:]}
+    for run, value in found.items():
+        print(f"{run.name}: {value:.4f}", file=sys.stderr)
+    print(min(found, key=lambda run: found[run]).name.rpartition("@")[2])
