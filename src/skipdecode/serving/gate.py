@@ -30,6 +30,7 @@ class StepContext:
     Attributes:
         adds_residual: whether the input of a layer that takes a residual is the sum of hidden states and residual.
         layers: a CompiledLayers, which runs layers; None: they run as plain Python.
+        recorded: of each layer's outputs, (layer, norms of the hidden states); None: nothing is recorded.
         full_tokens, run_tokens: layer-tokens since the start, of the full model and those that ran. A layer-token is
             one token in one layer.
     """
@@ -39,6 +40,7 @@ class StepContext:
         self.attention: SubsetAttention | None = None
         self.adds_residual = True
         self.layers: Any = None
+        self.recorded: list[tuple[int, list[float]]] | None = None
         self.reset_counters()
 
     @contextmanager
@@ -101,6 +103,10 @@ class Gate:
         for private, subset in plan.parts(self.index, self.private is not None):
             forward = self.private.forward if private and self.private is not None else self.original
             self._run(forward, subset, plan, kwargs)
+        if context.recorded is not None:
+            hidden, residual = kwargs[self.hidden], kwargs.get("residual") if context.adds_residual else None
+            norms = (hidden if residual is None else hidden + residual).float().norm(dim=-1)
+            context.recorded.append((self.index, norms.flatten().tolist()))
         return (kwargs[self.hidden], kwargs.get("residual")) if self.has_residual else kwargs[self.hidden]
 
     def _run(self, forward: Callable[..., Any], subset: TokenSubset | None, plan: StepPlan, kwargs: Any) -> None:

