@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm.v1.core import kv_cache_utils
 
 from helpers.engine import engine, runner
 from helpers.interpreted import V2
+from helpers.server import serve
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import self_check, steps
 from skipdecode.serving.attention import SubsetMetadata
@@ -41,14 +42,26 @@ def check(made: Any) -> None:
     check_engine(made, serving)
 
 
-def test_an_engine_as_it_is_passes(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_as_it_is_passes(monkeypatch: Patch) -> None:
     """With ``check`` before it serves, and it tells what was compared."""
-    with caplog.at_level(logging.WARNING), engine(skipdecode={"check": True}):
+    told: list[str] = []
+    monkeypatch.setattr(self_check.logger, "warning", told.append)
+    with engine(skipdecode={"check": True}):
         pass
-    (said,) = [each.getMessage() for each in caplog.records if "self-check" in each.getMessage()]
+    (said,) = told
     assert "1x, 2x, 3x, 5x" in said
     speeds, rounds = 4, 3
     assert f"{speeds * rounds * len(self_check.LENGTHS) * self_check.NEW} tokens" in said
+
+
+def test_a_server_is_checked_before_it_listens(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(40 << 20)]
+    with serve(tmp_path, "--check", "--speedups", "2,5", *options) as server:
+        log = (tmp_path / "server.log").read_text(encoding="utf-8")
+        assert "self-check of 288 tokens at 2x, 5x" in log
+        assert log.index("self-check of") < log.index("Starting vLLM server")
+        assert server.post("/v1/completions", {"model": "demo:5x", "prompt": "name", "max_tokens": 4})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -148,15 +161,16 @@ def lost_output(made: Any, patch: Patch) -> None:
 
 
 def wrong_weights(made: Any, patch: Patch) -> None:
-    """A layer's weights are a tenth larger, at every speed."""
+    """A layer's output is a tenth larger, at every speed."""
     (layer,) = [module for name, module in runner(made).model.named_modules() if name.endswith("layers.2")]
-    original = layer.forward
+    gate: Any = layer.forward
+    original = gate.original
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         return output * 1.1 if isinstance(output, torch.Tensor) else (output[0] * 1.1, *output[1:])
 
-    patch.setattr(layer, "forward", forward)
+    patch.setattr(gate, "original", forward)
 
 
 def shared_blocks(made: Any, patch: Patch) -> None:
@@ -169,7 +183,7 @@ def freed_early(made: Any, patch: Patch) -> None:
     """Blocks of layers that still run are given to others."""
 
     def ends(self: Any, request: Any) -> None:
-        for manager in self.coordinator.single_type_managers:
+        for manager in self.coordinator.single_type_managers[1:]:
             manager.end = 8
 
     patch.setattr(BucketKVCacheManager, "_set_ends", ends)
