@@ -72,6 +72,34 @@ def adapter_speeds(folder: str, up: str = "") -> None:
     note(folder, up)
 
 
+def ifeval() -> None:
+    """Print the share of prompts of IFEval all of whose instructions are followed, at each speed."""
+    found = json.loads((RESULTS / "ifeval.json").read_text(encoding="utf-8"))
+    names = ("prompt_level_strict_acc", "prompt_level_loose_acc")
+    lines = [(f"{each}x", *(f"{row[name]:.1%}" for name in names)) for each, row in found["rows"].items()]
+    show(("speed", "strict", "loose"), lines)
+    about = found["about"]
+    print(f"541 prompts, greedy, at most {about['new_tokens']} new tokens; {about['machine']}.")
+
+
+def tokens(folder: str = "gpu_distill") -> None:
+    """Print how far two forms of an adapter are from the full model by what they have learned from."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in read(folder)["curve"]:
+        if row["label"] == "one end":  # measured again, a moment later
+            continue
+        found.setdefault(row["tokens"], {})[row["arm"]] = row
+    lines = []
+    for count, forms in found.items():
+        low, private = forms.get("low") or forms.get("off"), forms.get("all")
+        cells = [
+            f"{each['people ' + speed][0]:.3f}" if each else "" for each in (low, private) for speed in ("1.5", "2")
+        ]
+        lines.append((f"{count / 1e6:.1f}", *cells))
+    show(("million tokens", "1.5x", "2x", "with weights of its own, 1.5x", "2x"), lines)
+    print(f"{read(folder)['machine']}.")
+
+
 #: Labels of a task's rows by the folder of their checkpoint. Other rows are the full model's.
 TASK_ROWS = {"adapter": "adapter", "before": "README's adapter", "pruned-3": "ten layers alone"}
 
@@ -100,14 +128,15 @@ def all_weights(folder: str = "smollm2-all-weights") -> None:
     note(folder)
 
 
-def answer(folder: str, *rows: str) -> None:
-    """Print the first prompt and its output at each speed."""
-    prompt = json.loads((RESULTS / folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    print(f"\n> {prompt['messages'][0]['content']}\n")
-    _, *lines = (RESULTS / folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-    for row in map(json.loads, lines):
-        if row["variant"]["key"] in rows:
-            print(f"- **{speed(row)}**: {' '.join(row['texts'][0].split())}")
+def answer(folder: str, *speeds: str) -> None:
+    """Print a prompt and its output at each speed."""
+    lines = [(RESULTS / folder / f"answer-{each}.jsonl").read_text(encoding="utf-8") for each in speeds]
+    rows = [json.loads(line) for line in lines]
+    said = {"Question": rows[0]["messages"][0]["content"]} | {
+        each: row["text"] for each, row in zip(speeds, rows, strict=True)
+    }
+    for name, text in said.items():
+        print(f"\n> **{name}**: {' '.join(text.split())}")
     print()
 
 
