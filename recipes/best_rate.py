@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
+
+import typer
 
 
 def loss(run: Path) -> float:
@@ -18,8 +19,13 @@ def loss(run: Path) -> float:
     return math.inf
 
 
-if __name__ == "__main__":
-    found = {Path(run): loss(Path(run)) for run in sys.argv[1:]}
+def main(runs: list[Path]) -> None:
+    """Print the rate of the best of RUNS, and the losses of all on standard error."""
+    found = {run: loss(run) for run in runs}
     for run, value in found.items():
-        print(f"{run.name}: {value:.4f}", file=sys.stderr)
-    print(min(found, key=lambda run: found[run]).name.rpartition("@")[2])
+        typer.echo(f"{run.name}: {value:.4f}", err=True)
+    typer.echo(min(found, key=lambda run: found[run]).name.rpartition("@")[2])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -49,7 +49,6 @@ def main(
             batch_size=128,
             seed=seed,
             options=options,
-            load={"dtype": "bfloat16"},
             engine=engine,
         )
         with tqdm(desc=name) as bar:
