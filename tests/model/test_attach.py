@@ -240,6 +240,16 @@ def test_a_cache_that_is_given_goes_first() -> None:
     assert equal(given, run(build("llama"), prompts(), other).logits)
 
 
+def test_another_kind_of_cache_is_refused_in_a_call_and_gives_way_in_a_checkpoint() -> None:
+    model = attach(build("llama"), schedule=TOP)
+    inputs = prompts()
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    with pytest.raises(UsageError, match="cache_implementation='static': skipping needs a SkipCache"):
+        model.generate(**inputs, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    model.generation_config.cache_implementation = "static"
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_a_caller_may_use_the_older_name_of_a_cache() -> None:
     """As transformers 5.24 lets them, with a warning: in ``generate``, and in a pass."""

@@ -285,10 +285,15 @@ class PatchedGenerate(Patch):
 
 
 def with_cache(model: nn.Module, schedule: Schedule | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache."""
+    """Keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache.
+
+    Raises UsageError if they ask for another kind of cache; what the checkpoint's generation_config asks for gives way.
+    """
     if any(kwargs.get(name) is not None for name in CACHE_NAMES):
         return kwargs
-    return kwargs | {CACHE: SkipCache(model, schedule)}
+    if kind := kwargs.get("cache_implementation"):
+        raise UsageError(f"cache_implementation={kind!r}: skipping needs a SkipCache; leave it out, or detach(model)")
+    return kwargs | {CACHE: SkipCache(model, schedule), "cache_implementation": None}
 
 
 # --- the arguments of a pass
