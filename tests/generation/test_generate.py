@@ -157,7 +157,7 @@ def test_a_checkpoint_may_not_ask_for_what_a_call_may_not() -> None:
     check_options({}, GenerationConfig(guidance_scale=1.0, cache_implementation="static", max_length=99))
 
 
-@pytest.mark.parametrize("asked", [{"repetition_penalty": 0.0}, {"num_beam_groups": 2}])
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 0.0}, {"penalty_alpha": 0.6, "top_k": 4}])
 def test_what_transformers_refuses_of_a_checkpoint_is_an_error(
     loaded: Loaded, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
