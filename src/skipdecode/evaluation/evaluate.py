@@ -159,12 +159,12 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
     if config.reference is None:
         speedups = [speedup for speedup in speedups if speedup != 1]  # the first row
     variants = [Variant("full-1x", full, "full", 1.0, None, "full model")]
-    for method in config.methods or ["skipdecode" if by == "full" else by]:
+    for method in dict.fromkeys(config.methods or ["skipdecode" if by == "full" else by]):
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: give {', '.join(METHODS)}")
         learned = by == ("multi_exit" if method == "calm" else method)
         style = {"order": "bottom"} if method == "multi_exit" and not learned else {}
-        for speedup in speedups:
+        for speedup in dict.fromkeys(speedups):
             schedule = None
             if method != "calm":
                 schedule = choose_schedule(trained if learned else {}, layers, speedup, **style)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ScheduleError, UntrainedWarning
+from ..errors import ModelError, ScheduleError, UntrainedWarning
 from ..schedule import Schedule, skipped_spans
 from .inspect import gates_of, kv_shared_layers, text_config
 
@@ -93,12 +93,22 @@ def trained_method(config: Any) -> str:
 
 def config_schedules(config: Any) -> dict[float, Schedule]:
     """Schedules of a config by target speed-up; {} if it has none."""
-    schedules = _entry(config).get("schedules", {})
-    return {float(key): Schedule.from_dict(values) for key, values in schedules.items()}
+    return parse_schedules(_entry(config).get("schedules", {}), f"the config's entry {CONFIG_KEY}")
+
+
+def parse_schedules(values: Any, where: str) -> dict[float, Schedule]:
+    """Schedules by target speed-up of JSON values, which stand ``where``. Raises ModelError if they are damaged."""
+    try:
+        return {float(key): Schedule.from_dict(fields) for key, fields in values.items()}
+    except (AttributeError, ValueError) as error:
+        raise ModelError(f"{where} holds no schedules by speed-up: {error}") from error
 
 
 def _entry(config: Any) -> dict[str, Any]:
-    return getattr(config, CONFIG_KEY, None) or {}
+    entry = getattr(config, CONFIG_KEY, None) or {}
+    if not isinstance(entry, dict):
+        raise ModelError(f"the config's entry {CONFIG_KEY} is damaged: {entry!r}")
+    return entry
 
 
 def speedup_key(speedup: float) -> str:
