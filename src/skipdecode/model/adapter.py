@@ -206,7 +206,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def read_schedules(folder: Path) -> dict[float, Schedule]:
     """Schedules of a folder's adapter, by target speed-up."""
-    return parse_schedules(read_about(folder).get("schedules"), str(folder / ABOUT))
+    return parse_schedules(read_about(folder), str(folder / ABOUT))
 
 
 def read_adapter(folder: Path) -> Adapter:

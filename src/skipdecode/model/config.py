@@ -72,10 +72,8 @@ def to_config_entry(schedules: Mapping[float, Schedule], method: str = "skipdeco
     """
     if method == "full" or (method == "skipdecode" and all(s.is_full for s in schedules.values())):
         return None
-    return {
-        "method": method,
-        "schedules": {speedup_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())},
-    }
+    by_key = {speedup_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}
+    return {"method": method, "schedules": by_key}
 
 
 def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
@@ -88,27 +86,20 @@ def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
 
 def trained_method(config: Any) -> str:
     """Method that trained the config's model; ``full`` without an entry."""
-    return _entry(config).get("method", "full")
+    return (getattr(config, CONFIG_KEY, None) or {}).get("method", "full")
 
 
 def config_schedules(config: Any) -> dict[float, Schedule]:
     """Schedules of a config by target speed-up; {} if it has none."""
-    return parse_schedules(_entry(config).get("schedules", {}), f"the config's entry {CONFIG_KEY}")
+    return parse_schedules(getattr(config, CONFIG_KEY, None) or {}, f"the config's entry {CONFIG_KEY}")
 
 
-def parse_schedules(values: Any, where: str) -> dict[float, Schedule]:
-    """Schedules by target speed-up of JSON values, which stand ``where``. Raises ModelError if they are damaged."""
+def parse_schedules(entry: Any, where: str) -> dict[float, Schedule]:
+    """Schedules by target speed-up of JSON values that stand ``where``. Raises ModelError if they are damaged."""
     try:
-        return {float(key): Schedule.from_dict(fields) for key, fields in values.items()}
+        return {float(key): Schedule.from_dict(fields) for key, fields in entry.get("schedules", {}).items()}
     except (AttributeError, ValueError) as error:
         raise ModelError(f"{where} holds no schedules by speed-up: {error}") from error
-
-
-def _entry(config: Any) -> dict[str, Any]:
-    entry = getattr(config, CONFIG_KEY, None) or {}
-    if not isinstance(entry, dict):
-        raise ModelError(f"the config's entry {CONFIG_KEY} is damaged: {entry!r}")
-    return entry
 
 
 def speedup_key(speedup: float) -> str:

@@ -144,9 +144,7 @@ class Skipping(TrainerCallback):
         return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if self.current is None or self._restore is None:
-            return None
-        return self._restore(output)
+        return self._restore(output) if self.current and self._restore else None
 
 
 def align(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int, Callable[[Any], Any]]:

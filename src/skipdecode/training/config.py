@@ -93,8 +93,8 @@ class RunConfig:
             for name in names.split():
                 value = {**vars(self), **self.trainer}.get(name)
                 if value is not None and not (isinstance(value, (int, type(least))) and least <= value <= most):
-                    kind = "whole number" if isinstance(least, int) else "number"
-                    raise UsageError(f"{name} must be a {kind} of {least} to {most}, not {value!r}")
+                    whole = "whole " * isinstance(least, int)
+                    raise UsageError(f"{name} must be a {whole}number of {least} to {most}, not {value!r}")
 
     @property
     def style(self) -> dict[str, Any]:
@@ -147,9 +147,6 @@ class TrainConfig(RunConfig):
         prompt_column, response_column, prompt_share: how rows are read, see :func:`~skipdecode.data.tasks.get_task`.
         prompt_decay: number of last prompt positions over which the depth falls already.
 
-    Raises:
-        UsageError: options contradict each other.
-
     Example:
         >>> TrainConfig.create(model="demo", data="rows.jsonl", speedups="1,2", max_steps=20).speedups
         (1.0, 2.0)
@@ -193,11 +190,7 @@ class TrainConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """Options of ``skipdecode distill``, which its help explains.
-
-    Raises:
-        UsageError: options contradict each other.
-    """
+    """Options of ``skipdecode distill``, which its help explains."""
 
     defaults: ClassVar[dict[str, Any]] = {"learning_rate": 1.5e-3, "per_device_train_batch_size": 8}
 
