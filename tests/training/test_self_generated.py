@@ -15,7 +15,7 @@ from skipdecode.data.chat import Message
 from skipdecode.data.collator import encoded
 from skipdecode.data.examples import read_examples
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.errors import DataError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.stats import Completion
 from skipdecode.loading.load import Checkpoint
@@ -89,6 +89,9 @@ def test_prompts_are_those_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
     base = Checkpoint.resolve(str(checkpoint))
     assert own.find_prompts(base, rows, JSONL, 9, never, said.append) == TEXTS
     assert said == [f"{rows} has {len(TEXTS)} different prompts: some hundreds teach more"]
+    with pytest.raises(UsageError, match="no begin-of-text token"):
+        own.find_prompts(base, None, JSONL, 9, never, said.append)
+    base.tokenizer.bos_token = "a"
     assert own.find_prompts(base, None, JSONL, 9, never, said.append) == [""]
     with pytest.raises(DataError):
         own.find_prompts(base, tmp_path / "none.jsonl", JSONL, 9, never, said.append)

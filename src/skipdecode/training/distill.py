@@ -120,10 +120,9 @@ def choose_schedules(config: DistillConfig, checkpoint: Checkpoint) -> dict[floa
     style = config.style
     if style.get("order", "top") == "top":
         style = {"warmup": default_warmup(layers, max(speedups))} | style
-    schedules = {}
-    for speedup in speedups:
-        schedules[speedup] = Schedule.for_speedup(speedup, layers, **style)
-        if schedules[speedup].is_full:
+    schedules = {speedup: Schedule.for_speedup(speedup, layers, **style) for speedup in speedups}
+    for speedup, schedule in schedules.items():
+        if schedule.is_full:
             raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
     return schedules
 
@@ -157,8 +156,7 @@ def prefill(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Example], batch_size: int = 8
 ) -> list[PrefilledBatch]:
     """Batches of self-generated texts on the model's device; texts longer than its positions are left out."""
-    limit = max_positions(model.config)
-    made = batches_of(texts, tokenizer, batch_size, limit, model.device, as_written=True)
+    made = batches_of(texts, tokenizer, batch_size, max_positions(model.config), model.device, as_written=True)
     return [PrefilledBatch(model, batch) for batch in made]
 
 
@@ -219,9 +217,8 @@ def forecast(
             distilled(teacher, schedule).backward()
         synchronize(args.device)
         seconds = time.perf_counter() - start
-    tokens = longest
-    if config.prompts is None and tokenizer.chat_template is not None:
-        tokens += texts.LONGEST_MESSAGE
+    asks = config.prompts is None and tokenizer.chat_template is not None
+    tokens = longest + asks * texts.LONGEST_MESSAGE
     writing = stats.decode_seconds / stats.steps * tokens * math.ceil(config.num_texts / at_once)
     size *= args.gradient_accumulation_steps
     steps = args.max_steps if args.max_steps > 0 else math.ceil(config.num_texts * args.num_train_epochs / size)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..data.chat import Message, Prompt, around_message, as_json
 from ..data.examples import read_examples, read_rows, subsample
 from ..data.tasks import Example, Task
-from ..errors import DataError
+from ..errors import DataError, UsageError
 from ..files import write
 from ..generation.batches import max_positions
 from ..generation.job import GenerationJob
@@ -75,6 +75,8 @@ def find_prompts(
             say(f"{source} has {len(prompts)} different prompts: some hundreds teach more")
         return prompts
     if checkpoint.tokenizer.chat_template is None:
+        if checkpoint.tokenizer.bos_token_id is None:
+            raise UsageError("the model has no begin-of-text token, from which it could write: give --prompts FILE")
         return [""]
     say("no prompts are given: the model writes its users' messages too")
     return user_messages(checkpoint, count, write, say)
