@@ -150,8 +150,7 @@ class EpochSampler(LengthGroupedSampler):
         self.trainer = trainer  # accelerate forwards no set_epoch while it skips batches
 
     def __iter__(self) -> Iterator[int]:
-        epoch = int(self.trainer.state.epoch or 0)
-        dice = random.Random(f"order {self.trainer.args.seed} {epoch}")
+        dice = random.Random(f"order {self.trainer.args.seed} {int(self.trainer.state.epoch or 0)}")
         self.generator = torch.Generator().manual_seed(dice.getrandbits(32))
         return super().__iter__()
 
