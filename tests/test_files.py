@@ -94,6 +94,17 @@ def test_records_survive_a_kill_anywhere(tmp_path: Path) -> None:
         assert Records(path, {"seed": 1}).values == [*values[:kept], "more"]
 
 
+@pytest.mark.parametrize("content", ["garbage\n", "[1]\n", '{"seed": 1}\n{oops\n', '{"seed": 1}\n\n2\n', "\xff\n"])
+def test_damaged_records_are_kept_unless_told(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "records"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(FileError, match=r"records is damaged: .*--overwrite"):
+        Records(path, {"seed": 1})
+    assert path.read_text(encoding="latin-1") == content
+    assert Records(path, {"seed": 1}, overwrite=True).values == []
+    assert Records(path, {"seed": 1}).values == []
+
+
 def test_records_of_other_settings_are_kept_unless_told(tmp_path: Path) -> None:
     path = tmp_path / "records"
     Records(path, {"seed": 1, "model": "a"}).append(1)

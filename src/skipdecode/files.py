@@ -46,15 +46,20 @@ class Records:
         values: those that earlier processes appended.
 
     Raises:
-        UsageError: the file has other settings, and ``overwrite`` is not given, which drops its values.
+        UsageError, FileError: the file has other settings, or is damaged; ``overwrite`` drops its values instead.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
         self.path = path
         data = path.read_bytes() if path.exists() else b""
-        lines = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
         expected = json.loads(json.dumps(settings))
-        other = sorted(name for name, value in expected.items() if lines and lines[0].get(name) != value)
+        try:
+            lines = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+            other = sorted(name for name, value in expected.items() if lines and lines[0].get(name) != value)
+        except (ValueError, AttributeError) as error:
+            if not overwrite:
+                raise FileError(f"{path} is damaged: give another --output, or --overwrite") from error
+            other = list(expected)
         if other and not overwrite:
             raise UsageError(f"{path} was begun with another {other[0]}: give another --output, or --overwrite")
         self.values = [] if other else lines[1:]

@@ -49,6 +49,25 @@ def test_a_line_break_stops_an_output(checkpoint: Path, monkeypatch: pytest.Monk
     assert f"asked for {expected}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("--do-sample", "--temperature", 0), "temperature 0: leave do_sample out"),
+        (("--repetition-penalty", 0), "penalty"),
+        (("--temperature", 0.5), "need --do-sample"),
+        (("--top-p", 0), "need --do-sample"),
+        (("--stop", ""), "an empty stop string"),
+        (("--device", "bogus"), "this machine has no device bogus"),
+        (("--device", "meta"), "this machine has no device meta"),
+    ],
+)
+def test_a_value_is_heeded_or_refused(checkpoint: Path, arguments: tuple[object, ...], match: str) -> None:
+    """A nought too."""
+    done = run("generate", checkpoint, "--prompt", "the cat", "--max-new-tokens", 2, *arguments)
+    assert done.returncode == 2, done.stdout
+    assert match in " ".join(done.stderr.split())
+
+
 def test_one_source_of_prompts(checkpoint: Path, prompts: Path) -> None:
     for arguments in ((), ("--prompts", prompts, "--prompt", "the cat")):
         done = run("generate", checkpoint, *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -120,6 +121,16 @@ def test_what_a_template_knows_reaches_the_model() -> None:
         ([{"role": "user", "content": "x", "reasoning_content": "hm"}], {}, "leaves out 'reasoning_content'"),
         ([{"role": "user", "content": "x"}], {"tools": TOOLS}, "leaves out the tools"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"brief": True}}, "knows no 'brief'"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"role": "a"}}, "knows no 'role'"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"start": 1}}, "knows no 'start'"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"messages": []}}, "knows no 'messages'"),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"tokenizer": 1}}, "knows no 'tokenizer'"),
+        (
+            [{"role": "user", "content": "x"}],
+            {"chat_template_kwargs": {"add_generation_prompt": False}},
+            "knows no 'add_gen",
+        ),
+        ([{"role": "user", "content": "x", "weight": 0}], {}, "leaves out 'weight' of message 1"),
     ],
 )
 def test_what_a_template_leaves_out_is_told(messages: list[Any], options: dict[str, Any], match: str) -> None:
@@ -173,6 +184,9 @@ def test_an_answer_ends_where_its_template_closes_it() -> None:
         assert text_of(TOKENIZERS[name], ids) == text
         (ids,) = encode_response(TOKENIZERS[name], [(ASKED, "on a mat")], cut=[True])
         assert text_of(TOKENIZERS[name], ids).strip(" ") == "on a mat"
+    for end in ("<|im_end|>", "<|im_end|>\n"):  # one is enough
+        (ids,) = encode_response(TOKENIZERS["chatml"], [(ASKED, f"on a mat{end}")])
+        assert text_of(TOKENIZERS["chatml"], ids) == "on a mat<|im_end|>"
     (ids,) = encode_response(TOKENIZERS["open bytes"], [(ASKED, "on </s> a mat")])  # a user may write of them
     assert text_of(TOKENIZERS["open bytes"], ids) == " on </s> a mat\n</s>"
 
@@ -261,6 +275,8 @@ SYSTEM_LAST = (
         ((Message("system", "be brief"), *ASKED), "leaves out message 1, of role 'system'"),
         ((Message("human", "hello"), *ASKED), "leaves out message 1, of role 'human'"),
         ((*ASKED, Message("assistant", "on a mat"), *ASKED), "leaves out message 2, of role 'assistant'"),
+        ((Message("system", "the cat"), *ASKED), "leaves out message 1, of role 'system'"),  # the user says so too
+        ((Message("human", "t"), *ASKED), "leaves out message 1, of role 'human'"),
     ],
 )
 def test_a_message_that_the_template_drops_is_named(chat: Chat, match: str) -> None:
@@ -278,6 +294,15 @@ def test_a_template_may_move_the_system_message_and_trim() -> None:
         render(
             with_template(sentence_pieces(), SYSTEM_LAST.replace("!= 'system'", "== 'user' and loop.index < 3")), chat
         )
+
+
+def test_a_template_may_write_a_message_as_json() -> None:
+    """Or mind what it says: then its text is looked for."""
+    chat = (Message("user", 'the "cat"\nsat'),)
+    quoting = with_template(sentence_pieces(), "{{ messages[0].content | tojson }}")
+    assert json.loads(render(quoting, chat)) == chat[0].content
+    minding = "{% if 'cat' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    assert render(with_template(sentence_pieces(), minding), chat) == chat[0].content
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}"])

@@ -91,9 +91,9 @@ def test_rows_may_differ_in_their_values(tmp_path: Path) -> None:
 
 
 def test_a_line_of_text_is_a_prompt(tmp_path: Path) -> None:
-    """Whatever it begins with, an empty one too."""
-    (tmp_path / "a.txt").write_bytes(b"[INST] hello\r\n\n{x}\n")
-    assert [row["prompt"] for row in rows(tmp_path / "a.txt")] == ["[INST] hello", "", "{x}"]
+    """Whatever it begins with; a blank one is none, as in JSONL and CSV."""
+    (tmp_path / "a.txt").write_bytes(b"[INST] hello\r\n\n \n{x}\n")
+    assert [row["prompt"] for row in rows(tmp_path / "a.txt")] == ["[INST] hello", "{x}"]
 
 
 @settings(max_examples=20)
@@ -108,19 +108,26 @@ def test_csv_rows_come_back_as_they_were_written(folder: Path, pairs: list[tuple
 
 # --- bad rows
 
+PACKED = gzip.compress(b'{"prompt": "a b c d e f g"}\n', mtime=0)
+
 
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
         ("a.jsonl", '{"prompt": "a"}\n\n{oops\n', "row 3 is not JSON"),
-        ("a.jsonl", '{"prompt": "a", "score": NaN}\n', "row 1 is not JSON: NaN is no value of JSON"),
+        ("a.jsonl", '{"prompt": "a", "score": NaN}\n', "row 1 is not JSON: NaN is no finite number"),
+        ("a.jsonl", '{"prompt": "a"}\n{"score": -1e400}\n', "row 2 is not JSON: -1e400 is no finite number"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": ' + "[" * 100_000, "row 2 is not JSON"),
         ("a.jsonl", '{"prompt": "a"}\n[1]\n', "row 2 is not a JSON object"),
         ("a.json", '[{"prompt": "a"}]\n', "row 1 is not a JSON object: one object a line"),
+        ("a.csv", "prompt,id,prompt,,\na,1,b,,\n", "the header names 'prompt' twice"),
         ("a.csv", "prompt\na\nb, c\n", "row 2 has 2 fields, the header 1"),
         ("a.csv", 'prompt\n"a\nb\n', "unexpected end of data"),
         ("a.csv", 'prompt\n"a" b"\nc\n', "expected after"),
         ("a.txt", b"a\n\xff\n", "utf-8"),
         ("a.jsonl.gz", b"no gzip", "Not a gzipped file"),
+        ("a.jsonl.gz", PACKED[:-12], "ended before"),
+        ("a.jsonl.GZ", PACKED[:10] + b"\xff" * 9, "Error -3 while decompressing"),
         ("a.data", "x", "none of .jsonl, .json, .csv, .txt and .parquet"),
         ("a", "x", "none of"),
     ],
@@ -137,6 +144,20 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         rows(tmp_path / "nope.jsonl")
     with pytest.raises(DataError, match=r"holds no train split: expected a file such as train\.jsonl"):
         read_examples(tmp_path, JSONL, "train")
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.txt.gz"])
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_data_without_rows_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    """A file, and a folder, whose split is named."""
+    if name == "train.csv":
+        content = b"prompt,response\n"
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    with pytest.raises(DataError, match=rf"{name} holds no rows$"):
+        read_examples(path, JSONL, references=False)
+    with pytest.raises(DataError, match=r"holds no rows of the train split$"):
+        read_examples(tmp_path, JSONL, "train", references=False)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
@@ -179,6 +200,14 @@ def test_a_split_is_the_first_of_its_files(tmp_path: Path) -> None:
     assert read_examples(tmp_path / "validation.csv", JSONL, "train") == [Example("a", ("b",))]
 
 
+@pytest.mark.parametrize("name", ["train.txt", "train.TXT.GZ", "Train.JSONL", "train.json.gz", "train.Jsonl.GZ"])
+def test_a_splits_file_may_have_any_suffix_in_any_case(tmp_path: Path, name: str) -> None:
+    content = b"a" if ".txt" in name.lower() else b'{"prompt": "a"}'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
+    assert read_examples(tmp_path, JSONL, "train", references=False) == [Example("a")]
+    assert rows(tmp_path / name) == [{"prompt": "a"}]
+
+
 def test_hub_data_sets_are_read_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests have no network: ``load_dataset`` is replaced. A folder comes first, and a path is never looked up."""
     datasets = pytest.importorskip("datasets", reason="needs skipdecode[train]")
@@ -200,7 +229,8 @@ def test_hub_data_sets_are_read_by_name(monkeypatch: pytest.MonkeyPatch, tmp_pat
         read_examples("an/other", get_task("reddit_tldr"), "test")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    for source in ("owner/name", "../name", "name", "data/test.jsonl"):
+    files = (f"data/test{suffix}" for suffix in (".jsonl", ".JSONL", ".csv.gz", ".txt"))
+    for source in ("owner/name", "../name", "name", *files):
         with pytest.raises(DataError, match=r"holds no test split|No such file|is none of"):
             read_examples(source, task, "test")
 

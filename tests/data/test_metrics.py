@@ -133,6 +133,20 @@ def test_words_are_whole_in_every_script(text: str, expected: list[str]) -> None
     assert words(text) == expected
 
 
+@pytest.mark.parametrize(
+    "text", ["猫，坐。", "「猫」・坐、", "ก๚ข", "\u0f40\u0f72\u0f0b\u0f41\u0f0d", "\u1a20\u1a21\u1aa8"]
+)
+def test_rouge_l_counts_no_punctuation_where_a_character_is_a_word(text: str) -> None:
+    """Of Chinese, Thai, Tibetan and Tai Tham: two characters, the vowel signs with theirs."""
+    assert len(RougeL().tokenize(text)) == 2
+    assert RougeL().tokenize(text) == [word for word in words(text) if word[0].isalpha()]
+
+
+@pytest.mark.parametrize("text", ["\u0f40\u0f72\u0f41\u0f0d", "\u1a20\u1a65\u1a21\u1aa8"])
+def test_tibetan_and_tai_tham_have_no_spaces(text: str) -> None:
+    assert words(text) == [text[:2], text[2], text[3]]
+
+
 def test_equal_texts_agree_whatever_they_are() -> None:
     """Empty ones too, and but for white space around them; nothing is stemmed or lower-cased."""
     rows = Agreement().rows(["", " a cat\n", "A cat", "cats"], [[""], ["a cat"], ["a cat"], ["cat"]])

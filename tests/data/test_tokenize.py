@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.tiny import TEXTS, WORDS, sentence_pieces, train_tokenizer
+from skipdecode.data.chat import Message, Prompt
 from skipdecode.data.examples import read_examples
 from skipdecode.data.tasks import get_task
 from skipdecode.data.tokenize import decode_response, encode_prompts, encode_response
-from skipdecode.errors import ModelError
+from skipdecode.errors import DataError, ModelError
 from skipdecode.loading.load import DEMO
 
 E2E = Path(__file__).parents[3] / "shared" / "data" / "e2e"
@@ -190,6 +192,24 @@ def test_nothing_is_the_begin_of_text_token(kind: str) -> None:
     assert after.count(tokenizer.bos_token_id) == 0
     assert encode_prompts(sentence_pieces(bos=False, eos=True), [""]) == [[1]]  # not the end that it puts
     assert encode_prompts(tokenizer, ["", "the cat"]) == [before, encode_prompts(tokenizer, ["the cat"])[0]]
+
+
+def test_what_is_put_behind_a_text_is_no_end_of_a_prompt() -> None:
+    """Whatever token it is."""
+    tokenizer, plain = sentence_pieces("legacy"), sentence_pieces("legacy")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <unk> <unk>", special_tokens=[("<s>", 1), ("<unk>", 0)]
+    )
+    assert tokenizer("the cat")["input_ids"][-2:] == [0, 0]
+    assert split(tokenizer, "the cat", "sat") == split(plain, "the cat", "sat")
+
+
+@pytest.mark.parametrize("prompt", ["a \ud83d", (Message("user", "\udcff"),)])
+def test_what_is_no_unicode_is_told(prompt: Prompt) -> None:
+    tokenizer = sentence_pieces()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(DataError, match="not valid Unicode"):
+        encode_prompts(tokenizer, ["the cat", prompt])
 
 
 def test_without_a_begin_of_text_token_nothing_is_no_prompt() -> None:

@@ -237,7 +237,7 @@ def test_labels_say_what_was_trained(tmp_path: Path) -> None:
     assert ran == [None, (0, 1, 2, 3), (0, 1), None, None, (0, 5, 6, 7), (0, 7)]
     assert list(named(EvaluateConfig(str(exits)))) == ["full-1x", "multi_exit-4x"]
     untrained = save_checkpoint(tmp_path / "untrained")
-    (_, four) = list_variants(EvaluateConfig(str(untrained), methods=("multi_exit",), speedups=(1, 4)))
+    (_, four) = list_variants(EvaluateConfig(str(untrained), methods=("multi_exit", "multi_exit"), speedups=(1, 4, 4)))
     assert four.schedule
     assert four.schedule.layers(2) == (0, 1)
 

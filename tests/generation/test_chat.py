@@ -92,3 +92,12 @@ def test_sampling_is_the_users_then_the_checkpoints() -> None:
     assert sampling_options(greedy, {}) == CHAT_SAMPLING | {"do_sample": True}
     assert sampling_options(sampling, {"top_p": 0.5, "temperature": None}) == {"do_sample": True, "top_p": 0.5}
     assert sampling_options(greedy, {"temperature": 0}) == {"repetition_penalty": 1.1}
+    assert sampling_options(GenerationConfig(do_sample=True, temperature=0.0), {}) == {}
+
+
+def test_a_checkpoints_beams_are_set_aside(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could not be printed as they grow."""
+    tokenizer = train_tokenizer(TEXTS * 20, 320)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    monkeypatch.setattr(model.generation_config, "num_beams", 4)
+    assert Conversation(model, tokenizer).answer("the cat", SCHEDULES[1], max_new_tokens=3) is not None

@@ -79,6 +79,8 @@ def test_a_text_a_conversation_or_a_list_of_either(loaded: Loaded) -> None:
         ([ASKED, [*ASKED, "hi"]], UsageError, "prompt 1 is neither"),
         (["the cat", [{"content": "x"}]], DataError, "message 1 has no role"),
         (["the cat", ""], UsageError, "prompt 1: the prompt has no token"),
+        ({"messages": ASKED}, UsageError, "prompts are a text, a list of messages, or a list of either"),
+        (None, UsageError, "prompts are a text, a list of messages, or a list of either, not None"),
     ],
 )
 def test_prompts_that_are_none_are_refused(loaded: Loaded, prompts: Any, error: Any, match: str) -> None:
@@ -125,6 +127,18 @@ def test_computed_positions_have_no_end() -> None:
         ({"temperature": 0.5}, "temperature.*do_sample"),
         ({"length_penalty": 2.0}, "length_penalty.*num_beams"),
         ({"max_new_tokens": 0}, "max_new_tokens. must be greater than 0"),
+        ({"num_beams": "2"}, "num_beams is at least 1, not '2'"),
+        ({"batch_size": 0}, "batch_size is at least 1, not 0"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature 0: leave do_sample out"),
+        ({"stop_strings": ["a", ""]}, "an empty stop string"),
+        ({"stop_strings": ""}, "an empty stop string"),
+        ({"eos_token_id": "x"}, "data type|type"),
+        ({"repetition_penalty": 0.0}, "refuses these options: .*penalty"),
+        ({"do_sample": True, "top_k": -1}, "refuses these options: .*top_k"),
+        ({"num_beam_groups": 2, "num_beams": 2}, "refuses these options: "),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "refuses these options: |do_sample"),
+        ({"dola_layers": "low"}, "refuses these options: "),
+        ({"no_such_option": 1}, "refuses these options: .*no_such_option"),
     ],
 )
 def test_options_that_would_be_wrong_without_a_word_are_refused(loaded: Loaded, options: Any, match: str) -> None:
@@ -141,6 +155,26 @@ def test_a_checkpoint_may_not_ask_for_what_a_call_may_not() -> None:
     with pytest.raises(UsageError, match="is_assistant"):
         check_options({}, GenerationConfig(is_assistant=True))
     check_options({}, GenerationConfig(guidance_scale=1.0, cache_implementation="static", max_length=99))
+
+
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 0.0}, {"penalty_alpha": 0.6, "top_k": 4}])
+def test_what_transformers_refuses_of_a_checkpoint_is_an_error(
+    loaded: Loaded, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in asked.items():
+        monkeypatch.setattr(loaded[0].generation_config, name, value, raising=False)
+    with pytest.raises(UsageError, match="refuses these options"):
+        write(loaded)
+
+
+def test_a_token_without_an_embedding_is_refused(loaded: Loaded) -> None:
+    size = loaded[0].config.vocab_size
+    with pytest.raises(UsageError, match=f"prompt 1: the prompt has the token {size}: .* embeddings of {size}"):
+        generate_ids(*loaded, [[5], [size]], None, 2, max_new_tokens=2)
+
+
+def test_a_seed_may_be_any_number(loaded: Loaded) -> None:
+    assert write(loaded, do_sample=True, seed=2**70 + 3) == write(loaded, do_sample=True, seed=3)
 
 
 def test_none_is_not_given(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +204,9 @@ def test_a_padding_token_needs_no_embedding(loaded: Loaded) -> None:
     stopped = write(loaded, prompts, stop_strings=["a"], new=20)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id >= model.config.vocab_size
+    assert write((model, tokenizer), prompts, stop_strings=["a"], new=20) == stopped
+    tokenizer.pad_token = None
+    model.generation_config.pad_token_id = -1
     assert write((model, tokenizer), prompts, stop_strings=["a"], new=20) == stopped
     model.generation_config.pad_token_id = None
     for ends in (model.generation_config.eos_token_id, None):
@@ -222,19 +259,23 @@ def test_1x_is_transformers_own(loaded: Loaded) -> None:
 @pytest.mark.parametrize(
     ("step", "options"), [(0, {}), (1, {"do_sample": True, "top_k": 3}), (2, {"num_beams": 2}), (5, {})]
 )
-def test_nan_logits_are_an_error_at_every_step(loaded: Loaded, step: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("speedup", [1, 2])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_an_error_at_every_step(
+    loaded: Loaded, step: int, options: dict[str, Any], speedup: float, bad: float
+) -> None:
     """Greedy decoding would write the first token of the vocabulary."""
     model = copy.deepcopy(loaded[0])
     passes: list[int] = []
 
     def break_logits(module: Any, args: Any, output: Any) -> None:
         if len(passes) >= step:
-            output.logits[-1, -1, 7] = torch.nan
+            output.logits[-1, -1, 7] = bad
         passes.append(1)
 
     model.register_forward_hook(break_logits)
     with pytest.raises(ModelError, match="logits are NaN"):
-        write((model, loaded[1]), new=8, **NO_END, **options)
+        write((model, loaded[1]), new=8, speedup=speedup, **NO_END, **options)
     assert len(passes) == step + 1
 
 

@@ -20,7 +20,7 @@ from helpers.families import LAYERS
 from helpers.hub import hub
 from helpers.tiny import TEXTS
 from skipdecode import Schedule
-from skipdecode.errors import ModelError, UsageError
+from skipdecode.errors import FileError, ModelError, UsageError
 from skipdecode.hub.push import prepare, upload
 from skipdecode.loading.load import DEMO
 from skipdecode.model.adapter import Adapter, save_adapter
@@ -91,10 +91,22 @@ def test_files_of_any_name_go_along(tmp_path: Path) -> None:
     for name in more:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("x")
-    (folder / "pytorch_model.bin").write_text("a pickle")
-    prepare(folder, "me/demo", tmp_path / "out")
+    for name in ("pytorch_model.bin", "additional_chat_templates/x.pt", "checkpoint-10/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("a pickle")
+    stays = prepare(folder, "me/demo", tmp_path / "out")
+    assert stays == ["additional_chat_templates/x.pt", "checkpoint-10", "pytorch_model.bin"]
     assert all((tmp_path / "out" / name).is_file() for name in more)
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+def test_a_folder_that_cannot_be_copied_whole_is_an_error(tmp_path: Path) -> None:
+    """With a link to nothing; and the demo's name, which is none of a folder."""
+    folder = Path(shutil.copytree(DEMO, tmp_path / "demo"))
+    (folder / "vocab.txt").symlink_to(tmp_path / "gone")
+    for name in (folder, Path("demo")):
+        with pytest.raises(FileError, match=r"demo cannot be copied: push takes a folder .*No such file"):
+            prepare(name, "me/demo", tmp_path / f"out of {len(name.parts)}")
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,29 @@ def test_a_generation_config_is_optional(model: Path) -> None:
     assert checkpoint.load(device="cpu").generation_config.eos_token_id == checkpoint.config.eos_token_id
 
 
-def test_without_a_generation_config_a_turn_ends_as_the_template_ends_it(model: Path) -> None:
+@pytest.mark.parametrize("content", ["{broken", "[]"])
+def test_a_damaged_generation_config_is_named(model: Path, content: str) -> None:
+    (model / "generation_config.json").write_text(content)
+    with pytest.raises(FileError, match=r"generation_config\.json cannot be read"):
+        _ = Checkpoint.resolve(model).generation_config
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("config.json", None)]
+)
+def test_a_damaged_file_is_an_error_of_the_model(model: Path, file: str, content: str | None) -> None:
+    if content is None:
+        edit(model / file, num_hidden_layers="8")
+    else:
+        (model / file).write_text(content)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(model, device="cpu")
+
+
+@pytest.mark.parametrize("content", [None, '{"do_sample": false, "top_k": 7}'])
+def test_where_a_generation_config_names_no_end_a_turn_ends_as_the_template_ends_it(
+    model: Path, content: str | None
+) -> None:
     """By a special token behind the assistant's words, if there is one."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
@@ -278,7 +300,10 @@ def test_without_a_generation_config_a_turn_ends_as_the_template_ends_it(model: 
         tokenizer.chat_template = template
         tokenizer.save_pretrained(model)
         (model / "generation_config.json").unlink(missing_ok=True)
+        if content is not None:
+            (model / "generation_config.json").write_text(content)
         checkpoint = Checkpoint.resolve(model)
+        assert checkpoint.generation_config.top_k == (content and 7)
         ends = checkpoint.generation_config.eos_token_id
         assert {*(ends if isinstance(ends, list) else [ends])} == extra | {checkpoint.config.eos_token_id}
 

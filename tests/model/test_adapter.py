@@ -39,6 +39,7 @@ from skipdecode.model.adapter import (
     check_base_files,
     load_adapter,
     locate_adapter,
+    read_adapter,
     read_schedules,
     save_adapter,
 )
@@ -278,6 +279,19 @@ def test_a_damaged_folder_is_named(saved: tuple[Any, Path, Adapter], file: str) 
         attach(model, adapter=folder)
     with pytest.raises(FileError, match="neither a folder nor a Hub repository"):
         locate_adapter("no-one/nothing")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"schedules": {"x": {}}}, {"schedules": None}, {"rank": "x"}, {"skipdecode_adapter": None}, "no base"]
+)
+def test_values_that_are_wrong_or_missing_are_named(saved: tuple[Any, Path, Adapter], changes: Any) -> None:
+    _, folder, _ = saved
+    about = json.loads((folder / ABOUT).read_text("utf-8"))
+    if changes == "no base":
+        changes = about.pop("base_model") and {}
+    (folder / ABOUT).write_text(json.dumps(about | changes))
+    with pytest.raises((FileError, ModelError), match="adapter"):
+        read_adapter(folder)
 
 
 def test_a_folder_of_another_version_is_refused(saved: tuple[Any, Path, Adapter]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     pipeline,
 )
@@ -221,6 +222,8 @@ def test_attention_weights_by_layer_are_refused() -> None:
     model = attach(build("llama", "eager"), TOP)
     with pytest.raises(UsageError, match="output_attentions"):
         run(model, prompts(), output_attentions=True)
+    with pytest.raises(UsageError, match="output_router_logits"):
+        logits_of(attach(build("mixtral"), TOP), output_router_logits=True)
     states = run(model, prompts(), output_hidden_states=True).hidden_states
     assert all(len(step) == LAYERS + 1 for step in states)
 
@@ -246,6 +249,8 @@ def test_another_kind_of_cache_is_refused_in_a_call_and_gives_way_in_a_checkpoin
     expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     with pytest.raises(UsageError, match="cache_implementation='static': skipping needs a SkipCache"):
         model.generate(**inputs, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    with pytest.raises(UsageError, match="cache_implementation='static': skipping needs a SkipCache"):
+        model.generate(**inputs, generation_config=GenerationConfig(cache_implementation="static"))
     model.generation_config.cache_implementation = "static"
     assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
 

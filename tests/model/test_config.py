@@ -15,7 +15,7 @@ from transformers import OPTConfig
 
 from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule, ScheduleError, SkipCache, attach
-from skipdecode.errors import UntrainedWarning
+from skipdecode.errors import ModelError, UntrainedWarning
 from skipdecode.model import config as model_config
 from skipdecode.model.adapter import Adapter
 from skipdecode.model.config import (
@@ -56,6 +56,13 @@ def test_an_entry_survives_the_configs_json() -> None:
     set_entry(again, None)
     set_entry(again, None)
     assert not hasattr(again, CONFIG_KEY)
+
+
+@pytest.mark.parametrize("entry", ["yes", {"schedules": {"fast": {}}}, {"schedules": {"2": {}}}, {"schedules": [2]}])
+def test_a_damaged_entry_is_an_error(entry: Any) -> None:
+    config = OPTConfig(num_hidden_layers=LAYERS, skipdecode=entry)
+    with pytest.raises(ModelError, match="entry skipdecode"):
+        config_schedules(config)
 
 
 def test_a_model_that_learnt_no_skipping_has_no_entry() -> None:

@@ -110,6 +110,21 @@ def test_a_loop_of_ones_own_learns_what_the_rows_alone_would() -> None:
             assert weight.grad is None or torch.allclose(weight.grad, wanted[name], atol=1e-5), name
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weights": (1,)}, "a number for each"),
+        ({"weights": (0, 0)}, "not all 0"),
+        ({"weights": (-1, 2)}, "0 or more"),
+        ({"speedups": ()}, "one or more"),
+        ({"speedups": (2, 2.0)}, "each once"),
+    ],
+)
+def test_speeds_that_cannot_be_drawn_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Skipping(**{"speedups": (1, 2)} | options)
+
+
 def test_what_a_row_may_not_hold_is_refused() -> None:
     """Several texts, several responses, no labels, none that counts: each with its reason, before the pass."""
     model, batch = build("llama"), batch_of()
@@ -125,6 +140,15 @@ def test_what_a_row_may_not_hold_is_refused() -> None:
     refused(UsageError, "nothing to learn", labels=torch.full_like(batch["labels"], -100))
     refused(UsageError, "logits_to_keep", logits_to_keep=3)
     refused(UsageError, "output_hidden_states", output_hidden_states=True)
+    for given, words in (
+        ({"weights": (1,)}, "each speed"),
+        ({"weights": (0, 0)}, "not all 0"),
+        ({"speedups": ()}, "one or"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Skipping(**{"speedups": (1, 2)} | given)
+    with pytest.raises(UsageError, match="give one of 2"), skipping.at(3.0):
+        pass
     with pytest.raises(UsageError, match="have their own order"):
         Skipping(speedups={2.0: SCHEDULES["top"]}, order="bottom")
 

@@ -58,6 +58,22 @@ def test_train_and_distill_have_defaults_of_their_own() -> None:
         (TrainConfig, {"distill_weight": 1, "speedups": "2,3"}, "keeps the full model"),
         (TrainConfig, {"distill_weight": 1, "speedups": "1,2", "speedup_weights": "0,1"}, "keeps the full model"),
         (TrainConfig, {"prompt_layers": "all"}, "--prompt-layers takes numbers"),
+        (TrainConfig, {"prompt_layers": ""}, "--prompt-layers takes numbers"),
+        (TrainConfig, {"speedups": ""}, "--speedups takes numbers"),
+        (TrainConfig, {"speedups": "2,2"}, "each once"),
+        (TrainConfig, {"speedup_weights": "-1,2"}, "0 or more"),
+        (TrainConfig, {"speedup_weights": "0,0"}, "not all 0"),
+        (DistillConfig, {"speedup_weights": "1,1"}, "one or more"),
+        (TrainConfig, {"distill_weight": 3}, "number of 0.0 to 1, not 3"),
+        (TrainConfig, {"max_eval_samples": "many"}, "whole number of 0 to inf, not 'many'"),
+        (TrainConfig, {"seed": -1}, "seed must be"),
+        (DistillConfig, {"seed": 2**32}, "seed must be"),
+        (DistillConfig, {"max_new_tokens": 1}, "2 to inf"),
+        (DistillConfig, {"temperature": 0}, "temperature must be"),
+        (DistillConfig, {"temperature": float("nan")}, "temperature must be"),
+        (TrainConfig, {"batch_size": 0}, "per_device_train_batch_size must be"),
+        (TrainConfig, {"learning_rate": "fast"}, "learning_rate must be a number"),
+        (TrainConfig, {"logging_steps": "abc"}, "logging_steps must be a number"),
         (DistillConfig, {"speedups": "1,2"}, "1x is the model itself"),
         (DistillConfig, {"adapter": "fast", "bottom_layers": 2}, "has its layers"),
     ],
@@ -65,6 +81,12 @@ def test_train_and_distill_have_defaults_of_their_own() -> None:
 def test_what_contradicts_itself_is_refused(kind: type[RunConfig], options: dict[str, Any], said: str) -> None:
     with pytest.raises(SkipDecodeError, match=said):
         kind.create(**{"model": "demo"} | options)
+
+
+@pytest.mark.parametrize("options", [{"lr_scheduler_type": "cosin"}, {"optim": "foo"}, {"accelerator_config": "x"}])
+def test_what_transformers_does_not_take_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="TrainingArguments do not take"):
+        TrainConfig.create(model="demo", **options).arguments()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "- a\n- b", "a: [", "\udcff"])

@@ -11,7 +11,7 @@ import pytest
 from helpers.tiny import TEXTS, write_jsonl
 from skipdecode.data.chat import Chat, render
 from skipdecode.data.tasks import get_task
-from skipdecode.errors import DataError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.stats import Completion
 from skipdecode.loading.load import Checkpoint
 from skipdecode.training import prompts as made
@@ -67,6 +67,9 @@ def test_prompts_are_those_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_base_model_continues_passages(checkpoint: Path, passages: list[str]) -> None:
     """That it wrote itself: those that were cut, since behind an end nothing comes; else it begins by itself."""
     base = Checkpoint.resolve(str(checkpoint))
+    with pytest.raises(UsageError, match="no begin-of-text token"):
+        made.find_prompts(base, None, JSONL, 3, never, str)
+    base.tokenizer.bos_token = "a"
 
     def write(prompts: Any, options: dict[str, Any], name: str) -> list[Completion]:
         assert prompts == [""] * 3

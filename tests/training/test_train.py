@@ -320,3 +320,8 @@ def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
     moved = (weights(one) - weights(AutoModelForCausalLM.from_pretrained(checkpoint))).abs().max()
     assert moved > 1e-3
     assert (weights(one) - weights(two)).abs().max() < 0.01 * moved
+
+
+def test_a_damaged_entry_is_no_traceback() -> None:
+    with pytest.raises(ModelError, match="entry skipdecode"):
+        training.choose_schedules(TrainConfig.create(model=""), OPTConfig(skipdecode="yes"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +58,9 @@ def generate(
     values = context.params
     if (prompts is None) == (not prompt):
         raise UsageError("give one of --prompts FILE and --prompt TEXT")
-    decoding = {name: values[name] for name in DECODING if values[name] not in (None, False)}
+    decoding = {name: values[name] for name in DECODING if values[name] is not None}
+    if not do_sample and (temperature is not None or top_p is not None):
+        raise UsageError("--temperature and --top-p need --do-sample: without it, decoding is greedy")
     if stop:
         decoding["stop_strings"] = [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop]
     chosen = get_task(task)
@@ -86,8 +87,7 @@ def generate(
             say=say,
         )
     if output is None:
-        sys.stdout.write("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
-        sys.stdout.flush()
+        print("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl, end="", flush=True)
     for number, row in enumerate(result.rows, 1):
         if "error" in row:
             err.print(f"row {number}: {row['error']}", style="yellow", markup=False)

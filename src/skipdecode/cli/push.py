@@ -28,7 +28,8 @@ def push(
 
     with tempfile.TemporaryDirectory() as temporary:
         target = dry_run or Path(temporary) / "upload"
-        prepare(folder, repo, target, base_model=base_model, license=license, results=results)
+        if stays := prepare(folder, repo, target, base_model=base_model, license=license, results=results):
+            say(f"left out: {', '.join(stays)}")
         if dry_run is None:
             say(f"uploaded to {upload(target, repo, private=private)}")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ Prompt = str | Chat
 OPTIONS = ("tools", "chat_template_kwargs")
 #: Fields that templates leave out of earlier turns.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+#: A template's tags, the names and quoted texts in them, and the variables that are no options.
+TAG = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+WORD = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|(?<![\w.])[A-Za-z_]\w*""", re.DOTALL)
+GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 #: Placeholder that shows where a template puts a message.
 MARK = "x7MESSAGE7x"
 
@@ -56,8 +61,10 @@ def parse_messages(value: Any, options: Mapping[str, Any] | None = None) -> Chat
         content = fields.get("content") or "" if fields.get("tool_calls") else fields.get("content")
         if not isinstance(fields.get("role"), str) or not isinstance(content, str):
             raise DataError(f"message {number} has no role and content that are texts: other content is not supported")
-        more = {name: value for name, value in fields.items() if value and name not in ("role", "content")}
-        more |= {name: value for name, value in (options or {}).items() if number == 1 and value and name in OPTIONS}
+        more = dict(fields) | {name: options[name] for name in OPTIONS if options and number == 1 and options.get(name)}
+        more = {k: v for k, v in more.items() if k not in ("role", "content") and v not in (None, "", [], {})}
+        if not isinstance(more.get("chat_template_kwargs", {}), Mapping):
+            raise DataError("chat_template_kwargs is an object: values of the chat template's options, by name")
         chat.append(Message(fields["role"], content, json.dumps(more, ensure_ascii=False)))
     return tuple(chat)
 
@@ -89,16 +96,24 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
         messages.append({"role": "assistant", "content": answer})
     ending = {"continue_final_message": continues, "add_generation_prompt": not continues} if answer is None else {}
     kwargs = options.pop("chat_template_kwargs", {})
+    words = {word for tag in TAG.findall(str(tokenizer.chat_template)) for word in WORD.findall(tag)} - GIVEN
+    if unknown := sorted(kwargs.keys() - words):
+        raise ModelError(f"the chat template knows no {unknown[0]!r}, which chat_template_kwargs has")
     text = _apply(tokenizer, messages, **options, **kwargs, **ending)
     _check_fields(tokenizer, messages, text, options, kwargs, ending)
+    contents = [message.content.rpartition("</think>")[2].strip() for message in chat]  # earlier thoughts are dropped
+    marks = [f"{MARK}{number}x" if content else "" for number, content in enumerate(contents)]
+    marked = [m | {"content": mark} if mark else m for m, mark in zip(messages, [*marks, ""], strict=False)]
+    try:  # contents may stand elsewhere by chance, or be written as JSON: marks are not
+        shown = _apply(tokenizer, marked, **options, **kwargs, **ending)
+    except ModelError:  # the template minds what a message says
+        shown, marks = text, contents
     place = 0
-    for number, message in enumerate(chat, 1):  # in order, but templates may move a system message
-        content = message.content.rpartition("</think>")[2].strip()  # templates drop earlier thoughts
-        start = text.find(content, 0 if message.role == "system" else place)
+    for number, (message, mark) in enumerate(zip(chat, marks, strict=True), 1):
+        start = shown.find(mark, 0 if message.role == "system" else place)  # templates may move a system message
         if start < 0:
             raise ModelError(f"the chat template leaves out message {number}, of role {message.role!r}")
-        if message.role != "system":
-            place = start + len(content)
+        place = place if message.role == "system" else start + len(mark)
     return text
 
 
@@ -106,15 +121,12 @@ def _check_fields(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], text: str, tools: Any, kwargs: Any, ending: Any
 ) -> None:
     """Raise ModelError if a field or option could be left out without a change of the text."""
-    if unknown := [name for name in kwargs if name not in str(tokenizer.chat_template)]:
-        raise ModelError(f"the chat template knows no {unknown[0]!r}, which chat_template_kwargs has")
     if tools and _apply(tokenizer, messages, **kwargs, **ending) == text:
         raise ModelError("the chat template leaves out the tools")
     for number, message in enumerate(messages, 1):
         for name in message.keys() - {"role", "content"}:
-            rest = {key: value for key, value in message.items() if key != name}
             known = name in THOUGHTS and name in str(tokenizer.chat_template)
-            others = [*messages[: number - 1], rest, *messages[number:]]
+            others = [*messages[: number - 1], {k: v for k, v in message.items() if k != name}, *messages[number:]]
             if not known and _apply(tokenizer, others, **tools, **kwargs, **ending) == text:
                 raise ModelError(f"the chat template leaves out {name!r} of message {number}")
 
@@ -138,5 +150,4 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, A
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
     except Exception as error:  # templates are programs, and raise what they like
-        reason = " ".join(str(error).split())
-        raise ModelError(f"the tokenizer's chat template does not take these messages: {reason}") from error
+        raise ModelError(f"the chat template does not take these messages: {' '.join(str(error).split())}") from error

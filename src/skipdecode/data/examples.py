@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ SPLITS = {
     "validation": ("validation", "valid", "dev", "devset", "validation_300"),
     "test": ("test", "testset_w_refs"),
 }
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz", ".json.gz", ".txt", ".txt.gz")
 
 
 def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
@@ -39,8 +40,8 @@ def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
     Raises:
         DataError: the file cannot be read, or a row is bad; the message has its number.
     """
-    path = Path(path)
-    kind = Path(path.name.removesuffix(".gz")).suffix.lower()
+    name = str(path).lower()
+    kind = Path(name.removesuffix(".gz")).suffix
     readers = {".jsonl": _jsonl, ".json": _jsonl, ".csv": _csv, ".txt": _text}
     if kind not in {*readers, ".parquet"}:
         raise DataError(f"{path} is none of {', '.join(readers)} and .parquet: name it by what it holds")
@@ -48,42 +49,44 @@ def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
         yield from _from_datasets(str(path), "parquet", None, data_files=str(path), split="train")
         return
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        with (gzip.open if name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
             for number, row in readers[kind](file):
                 yield f"{path}, row {number}", row if isinstance(row, Mapping) else {text_column: row}
-    except (OSError, ValueError, csv.Error) as error:
+    except Exception as error:  # gzip, zlib and csv have their own
         raise DataError(f"{path}: {error}") from error
 
 
 def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            try:
-                row = json.loads(line, parse_constant=_refuse)
-            except ValueError as error:
-                raise ValueError(f"row {number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"row {number} is not a JSON object: one object a line is expected")
-            yield number, row
+    for number, line in _text(file):
+        try:
+            row = json.loads(line, parse_constant=_finite, parse_float=_finite)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"row {number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is not a JSON object: one object a line is expected")
+        yield number, row
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no value of JSON: write null")
+def _finite(number: str) -> float:
+    if math.isfinite(value := float(number)):
+        return value
+    raise ValueError(f"{number} is no finite number: write null")
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(file, strict=True)
     header = next(reader, [])
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        raise ValueError(f"the header names {twice[0]!r} twice: rename one")
     for number, fields in enumerate((fields for fields in reader if fields), 1):
         if len(fields) > len(header):
             raise ValueError(f"row {number} has {len(fields)} fields, the header {len(header)}: quote commas")
         yield number, dict(zip_longest(header, fields))
 
 
-def _text(file: TextIO) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(file, 1):
-        yield number, line.rstrip("\r\n")
+def _text(file: TextIO) -> Iterator[tuple[int, str]]:
+    return ((number, line.rstrip("\r\n")) for number, line in enumerate(file, 1) if line.strip())
 
 
 def _from_datasets(name: str, builder: str, config: str | None, **options: Any) -> Iterator[Row]:
@@ -139,19 +142,21 @@ def read_examples(source: str | Path, task: Task, split: str = "test", *, refere
         if references and not example.references:
             raise DataError(f"{place}: no response to learn or to compare with")
         examples.append(replace(example, cut=row.get("finish_reason") == "length"))
+    if not examples:
+        raise DataError(f"{source} holds no rows" + f" of the {split} split" * (not Path(source).is_file()))
     return examples
 
 
 def _split_rows(source: str | Path, split: str, task: Task) -> Iterator[Row]:
-    path = Path(source)
+    path, name = Path(source), str(source)
     if path.is_dir():
-        names = [name + suffix for name in SPLITS[split] for suffix in SUFFIXES]
-        files = [path / name for name in names if (path / name).is_file()]
-        if not files:
-            raise DataError(f"{path} holds no {split} split: expected a file such as {names[0]}")
-        path = files[0]
-    elif not path.exists() and path.suffix not in SUFFIXES and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
-        return _from_datasets(str(source), str(source), task.hub_config, split=split)
+        files = {file.name.lower(): file for file in sorted(path.iterdir()) if file.is_file()}
+        found = [files[stem + suffix] for stem in SPLITS[split] for suffix in SUFFIXES if stem + suffix in files]
+        if not found:
+            raise DataError(f"{path} holds no {split} split: expected a file such as {split}.jsonl")
+        path = found[0]
+    elif not path.exists() and not name.lower().endswith(SUFFIXES) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return _from_datasets(name, name, task.hub_config, split=split)
     return read_rows(path, task.text_column)
 
 
@@ -159,8 +164,7 @@ def merge_references(examples: Iterable[Example]) -> list[Example]:
     """One example for each prompt, with the references of all its rows, in order of first appearance."""
     merged: dict[Prompt, Example] = {}
     for example in examples:
-        first = merged.setdefault(example.prompt, example)
-        if first is not example:
+        if (first := merged.setdefault(example.prompt, example)) is not example:
             merged[example.prompt] = replace(first, references=first.references + example.references)
     return list(merged.values())
 

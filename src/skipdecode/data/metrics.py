@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 #: Scripts that leave no space between words: each of their characters, with its marks, counts as a word.
-UNSPACED = r"\p{scx=Han}\p{scx=Hira}\p{scx=Kana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+UNSPACED = r"\p{scx=Han}\p{scx=Hira}\p{scx=Kana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Tai_Tham}"
 CHARACTER = rf"[{UNSPACED}]\p{{M}}*"
 #: ``regex``, unlike ``re``, counts vowel signs and accents as parts of a word.
 WORD_OR_MARK = regex.compile(rf"{CHARACTER}|[^\W{UNSPACED}]+|[^\w\s]")
 WORD_OR_CHARACTER = regex.compile(rf"{CHARACTER}|[^\s{UNSPACED}]+")
-ROUGE_WORD = regex.compile(rf"{CHARACTER}|[^\W_{UNSPACED}]+")
+ROUGE_WORD = regex.compile(rf"(?=\w){CHARACTER}|[^\W_{UNSPACED}]+")
 
 
 def words(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import DataError
-from .chat import OPTIONS, Prompt, parse_messages
+from .chat import OPTIONS, Message, Prompt, parse_messages
 from .metrics import WORD_OR_CHARACTER
 
 #: Words of a post, and of an article, in a prompt.
@@ -61,12 +61,10 @@ def get_task(
     """
     if name not in TASKS:
         raise DataError(f"unknown task {name!r}: known are {', '.join(TASKS)}")
-    columns = {"prompt_column": prompt_column, "response_column": response_column}
-    options: dict[str, Any] = {option: value for option, value in columns.items() if value is not None}
-    if prompt_share is not None:
-        if not 0 <= prompt_share < 1:
-            raise DataError(f"prompt_share is at least 0 and below 1, not {prompt_share}")
-        options["prompt_share"] = prompt_share
+    given = {"prompt_column": prompt_column, "response_column": response_column, "prompt_share": prompt_share}
+    options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+    if not 0 <= (prompt_share or 0) < 1:
+        raise DataError(f"prompt_share is at least 0 and below 1, not {prompt_share}")
     if not options:
         return TASKS[name]
     if name != "jsonl":
@@ -113,6 +111,8 @@ def plain(
     if prompt_column or prompt_share is not None:
         columns = [prompt_column or "text"]
     value = _first(row, *columns)
+    if value is None and prompt_share is None:
+        value = row.get(prompt_column or "prompt")  # it may be empty
     if value is None:
         raise DataError(f"no prompt: expected a column {' or '.join(columns)}, found {', '.join(row) or 'none'}")
     if not isinstance(value, str):
@@ -120,7 +120,7 @@ def plain(
     if unused := [name for name in OPTIONS if row.get(name)]:
         raise DataError(f"{' and '.join(unused)} would not reach the model: the prompt is a text, no messages")
     if prompt_share is None:
-        if not (references or prompt_column or _first(row, "prompt")):
+        if not (references or prompt_column or value == row.get("prompt")):
             raise DataError("a plain text: name its column prompt; to train on it, set prompt_share in --config")
         return Example(value, references)
     if references:
@@ -137,20 +137,26 @@ def split_answer(example: Example) -> Example:
     *chat, answer = example.prompt
     if not chat:
         raise DataError("the conversation has no message to answer")
-    return Example(tuple(chat), (answer.content,) if answer.content.strip() else ())
+    return Example(tuple(chat), _answer(answer))
+
+
+def _answer(message: Message) -> tuple[str, ...]:
+    """The message's text, if it has one. Raises DataError if it has more, which would not be learnt."""
+    if more := sorted(message.fields().keys() - {"role", "content"}):
+        raise DataError(f"the answer's {more[0]!r} would not reach the model: write it in the content, or leave it out")
+    return (message.content,) if message.content.strip() else ()
 
 
 def _responses(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     """References of the first column that has any: a text, several, or one message of the assistant."""
-    value = _first(row, *columns)
-    if value is None or isinstance(value, str):
-        return () if value is None else (value,)
+    value = _first(row, *columns) or []
+    value = [value] if isinstance(value, str) else value
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return tuple(text for text in value if text.strip())
     chat = parse_messages(value)
     if len(chat) > 1 or chat[0].role != "assistant":
         raise DataError("a response is one message, the assistant's")
-    return (chat[0].content,)
+    return _answer(chat[0])
 
 
 def split_text(text: str, share: float) -> Example:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ModelError
+from ..errors import DataError, ModelError
 from .chat import MARK, Prompt, render
 
 #: Texts in front of which a response is encoded if it cannot be encoded behind its prompt; one that it does not merge
@@ -26,18 +26,22 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of texts that begin with their prompts; a rendered conversation has its special tokens already."""
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    closes = tokenizer("a")["input_ids"][-1:] == [end]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"this is not valid Unicode, mend the text: {error.object[: error.end][-40:]!r}") from None
+    begin = tokenizer.bos_token_id
+    options = {"padding": False, "truncation": False}  # a tokenizer's files may ask for them
+    bare, full = (tokenizer("a", add_special_tokens=special, **options)["input_ids"] for special in (False, True))
+    ends = [count for count in range(len(full)) if full[: len(full) - count][-len(bare) :] == bare] or [0]
     encoded: list[list[int]] = [[] if begin is None else [begin]] * len(texts)
     for special in (True, False):
         places = [i for i, prompt in enumerate(prompts) if texts[i] and isinstance(prompt, str) == special]
-        if not places:
-            continue
-        # A tokenizer's files may ask for padding or truncation.
-        options = {"add_special_tokens": special, "padding": False, "truncation": False}
-        for i, ids in zip(places, tokenizer([texts[i] for i in places], **options)["input_ids"], strict=True):
-            if special and closes and len(ids) > 1:
-                ids = ids[:-1]
+        some = [texts[i] for i in places]
+        found = tokenizer(some, add_special_tokens=special, **options)["input_ids"] if some else []
+        for i, ids in zip(places, found, strict=True):
+            if special:  # without what the tokenizer puts behind a text
+                ids = ids[: len(ids) - ends[0]] or ids
             if begin is not None and ids[:2] == [begin, begin]:  # the template rendered this text before
                 ids = ids[1:]
             encoded[i] = ids
@@ -75,8 +79,7 @@ def encode_response(
     for (prompt, response), text, is_cut in zip(pairs, texts, cut, strict=True):
         rest = _rest(tokenizer, prompt, response, text, as_written)
         if is_cut:  # without what a template closes it with
-            at = rest.find(response)
-            rest = response if at < 0 else rest[: at + len(response)]
+            rest = (rest[: rest.index(response)] if response in rest else "") + response
         rests.append(rest)
     starts = _encode(tokenizer, texts, prompts)
     wholes = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)
@@ -108,9 +111,8 @@ def _rest(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, tex
 def _close(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """A response's ids up to its own end of sequence, or with one appended if there is none."""
     eos = tokenizer.eos_token_id
-    if eos in ids:
-        end = len(ids) - ids[::-1].index(eos)
-        if not tokenizer.decode(ids[end:]).strip():  # ChatML adds a line break there, which generation never reaches
+    for end, token in enumerate(ids, 1):  # ChatML adds a line break behind it, and the text may bring an end as well
+        if token == eos and not tokenizer.decode([rest for rest in ids[end:] if rest != eos]).strip():
             return ids[:end]
     return [*ids, eos]
 

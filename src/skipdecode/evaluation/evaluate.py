@@ -159,15 +159,14 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
     if config.reference is None:
         speedups = [speedup for speedup in speedups if speedup != 1]  # the first row
     variants = [Variant("full-1x", full, "full", 1.0, None, "full model")]
-    for method in config.methods or ["skipdecode" if by == "full" else by]:
+    for method in dict.fromkeys(config.methods or ["skipdecode" if by == "full" else by]):
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: give {', '.join(METHODS)}")
         learned = by == ("multi_exit" if method == "calm" else method)
+        own = trained if learned else {}
         style = {"order": "bottom"} if method == "multi_exit" and not learned else {}
-        for speedup in speedups:
-            schedule = None
-            if method != "calm":
-                schedule = choose_schedule(trained if learned else {}, layers, speedup, **style)
+        for speedup in dict.fromkeys(speedups):
+            schedule = None if method == "calm" else choose_schedule(own, layers, speedup, **style)
             known = learned and (speedup in trained or method == "calm")
             label = METHODS[method] + ("" if known else ", untrained")
             variants.append(Variant(f"{method}-{speedup:g}x", checkpoint, method, float(speedup), schedule, label))
@@ -275,10 +274,9 @@ class _Evaluation:
     def _scores(self, texts: Sequence[str], full_texts: Sequence[str]) -> dict[str, Any]:
         """Each score, its difference from the full model's, and the difference's 95% interval."""
         scores: dict[str, Any] = {}
+        given, full = [example.references for example in self.examples], [(text,) for text in full_texts]
         for metric in self.metrics:
-            references = [example.references for example in self.examples]
-            if isinstance(metric, Agreement):
-                references = [(text,) for text in full_texts]
+            references = full if isinstance(metric, Agreement) else given
             (base, score), (low, high) = paired_scores(metric, [full_texts, texts], references)
             scores |= {
                 metric.name: round(score, 2),
@@ -293,14 +291,12 @@ class _Evaluation:
         tokenizer = self.full.checkpoint.tokenizer
         size = self.config.batch_size
         prompts = [example.prompt for example in self.examples]
-        loss = loss_under(full, tokenizer, prompts, output.completions, size)
-        found: dict[str, Any] = {"text_loss": round(loss, 4)}
+        found: dict[str, Any] = {"text_loss": round(loss_under(full, tokenizer, prompts, output.completions, size), 4)}
         schedule = variant.schedule or Schedule.full(variant.checkpoint.num_layers)
         # One pass does what decoding does if depths do not depend on tokens, and the prompt runs all layers.
         if variant.method != "calm" and schedule.prompt_layers is None and not schedule.prompt_decay:
             examples = [Example(prompt, (text,)) for prompt, text in zip(prompts, full_texts, strict=True)]
-            limit = max_positions(model.config)
-            batches = batches_of(examples, tokenizer, size, limit, model.device, as_written=True)
+            batches = batches_of(examples, tokenizer, size, max_positions(model.config), model.device, as_written=True)
             prefilled = (PrefilledBatch(model, batch) for batch in batches)
             (near,) = divergence(prefilled, [schedule], None if model is full else full)
             found |= {"kl": round(near.kl, 4), "top_1": round(100 * near.top1, 4)}
@@ -315,8 +311,7 @@ class _Evaluation:
         runs = {"full": partial(self._generate, self.full, examples, None, **forced(steps))}
         if variant is not self.full:
             runs["variant"] = partial(self._generate, variant, examples, decoding, **forced(steps))
-        progress = self._counter(f"{variant.key}, timing", len(runs) * (rounds + 1))
-        timings = alternate(runs, rounds, on_run=progress)
+        timings = alternate(runs, rounds, on_run=self._counter(f"{variant.key}, timing", len(runs) * (rounds + 1)))
         full = timings["full"]
         timed = timings.get("variant", full)
         speedups = compare(full, timed)

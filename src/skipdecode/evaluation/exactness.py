@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import ModelError, UsageError
+from ..errors import NOT_FINITE, ModelError, UsageError
 from ..loading.load import Checkpoint
 from ..model.adapter import Adapter
 from ..model.attach import attach, detach, teacher_forced
@@ -124,7 +124,7 @@ class _Subject:
             mask = torch.ones_like(ids)
         options = GREEDY | {CACHE: cache, "max_new_tokens": new_tokens}
         output: Any = self.model.generate(ids, attention_mask=mask, **options)
-        return output.sequences, _without_nan(torch.stack(output.logits, 1))
+        return output.sequences, _finite(torch.stack(output.logits, 1))
 
     def equal_texts(self, first: Tensor, make_cache: Callable[[], DynamicCache], alone: bool) -> tuple[bool, str]:
         """Whether another run, of the same batch or of each sequence ``alone``, generates the texts of the first."""
@@ -139,7 +139,7 @@ class _Subject:
         options: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
         if "position_ids" in inspect.signature(self.model.forward).parameters:
             options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        return _without_nan(self.model(text, **options).logits[:, self.width - 1 :])
+        return _finite(self.model(text, **options).logits[:, self.width - 1 :])
 
     @contextmanager
     def stock(self) -> Iterator[Adapter | None]:
@@ -307,7 +307,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / a.double().abs().max())
 
 
-def _without_nan(logits: Tensor) -> Tensor:
-    if logits.isnan().any():
-        raise ModelError("logits are NaN")
+def _finite(logits: Tensor) -> Tensor:
+    if not logits.amax(-1).isfinite().all():
+        raise ModelError(NOT_FINITE)
     return logits

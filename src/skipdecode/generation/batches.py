@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import UsageError
 from ..model.config import num_layers
 from ..model.inspect import text_config
 
@@ -24,6 +25,8 @@ def split_batches(
     another batch; where rotary embeddings change, which a batch's longest row decides for all; and where more rows
     would take more than half of the ``room``, which is counted in numbers of the model's dtype.
     """
+    if batch_size < 1:
+        raise UsageError(f"batch_size is at least 1, not {batch_size}")
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     change = rope_change(config) or math.inf
     batches = []
@@ -67,10 +70,12 @@ def rope_change(config: Any) -> int | None:
     return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
 
-def prompt_error(config: Any, length: int, new_tokens: int) -> str | None:
-    """Why no text of ``new_tokens`` can follow a prompt of ``length`` tokens; None if one can."""
-    if not length:
+def prompt_error(config: Any, prompt: Sequence[int], new_tokens: int) -> str | None:
+    """Why no text of ``new_tokens`` can follow a prompt of these token ids; None if one can."""
+    if not (length := len(prompt)):
         return "the prompt has no token to go on from"
+    if (largest := max(prompt)) >= (size := text_config(config).vocab_size):
+        return f"the prompt has the token {largest}: the model has embeddings of {size}"
     needed = f"{length} prompt tokens and {new_tokens} new ones"
     if length + new_tokens > (limit := position_limit(config) or math.inf):
         return f"{needed}: the model has {limit} positions"

@@ -28,7 +28,7 @@ def sampling_options(config: GenerationConfig, chosen: Mapping[str, float | None
     """
     options = {} if config.do_sample else dict(CHAT_SAMPLING)
     options |= {name: value for name, value in chosen.items() if value is not None}
-    if options.get("temperature") == 0:
+    if options.get("temperature", config.temperature) == 0:
         return {name: value for name, value in options.items() if name == "repetition_penalty"}
     return {"do_sample": True, **options}
 
@@ -99,9 +99,8 @@ class Conversation:
             return SkipCache(model, schedule, prefix=self.prompts.prefix(ids, schedule))
 
         try:
-            output = generate_ids(
-                self.prompts.model, self.tokenizer, [ids], start, 1, seed=0, streamer=printer, **options
-            )
+            options |= {"streamer": printer, "num_beams": 1}  # beams would not stream
+            output = generate_ids(self.prompts.model, self.tokenizer, [ids], start, 1, seed=0, **options)
             stats = output.stats
         except KeyboardInterrupt:
             printer.end()

@@ -25,7 +25,7 @@ from transformers import (
 
 from ..data.chat import Prompt, is_conversation, parse_messages
 from ..data.tokenize import decode_response, encode_prompts
-from ..errors import NOT_FINITE, ModelError, UsageError
+from ..errors import NOT_FINITE, ModelError, SkipDecodeError, UsageError
 from ..loading.device import free_memory, synchronize
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE, CACHE_NAMES
@@ -84,7 +84,7 @@ def generate(
     Raises:
         ScheduleError: the schedule does not fit the model.
         UsageError: a prompt has no token, or needs more positions than the model has; an option is not supported.
-        ModelError: the model's logits are NaN.
+        ModelError: the model's logits are NaN or infinite.
 
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
@@ -103,6 +103,8 @@ def generate(
 
 def to_prompts(prompts: Any) -> list[Prompt]:
     """List of prompts from one text or conversation, or from several. Raises UsageError for anything else."""
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise UsageError(f"prompts are a text, a list of messages, or a list of either, not {prompts!r}")
     prompts = [prompts] if isinstance(prompts, str) or is_conversation(prompts) else list(prompts)
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not is_conversation(prompt):
@@ -123,9 +125,9 @@ def generate_ids(
     """A text for each prompt of token ids, as :func:`generate` does; ``on_batch`` gets each batch's stats."""
     options = {name: value for name, value in options.items() if value is not None}
     check_options(options, model.generation_config)
-    most = max_new_tokens(options, model.generation_config)
+    most = options["max_new_tokens"] = max_new_tokens(options, model.generation_config)
     for number, prompt in enumerate(prompts):
-        if reason := prompt_error(model.config, len(prompt), most):
+        if reason := prompt_error(model.config, prompt, most):
             raise UsageError(f"prompt {number}: {reason}")
     if isinstance(decoding, Schedule) and decoding.is_full:
         decoding = None
@@ -135,9 +137,8 @@ def generate_ids(
     room = free_memory(model.device) / model.dtype.itemsize / beams
     for index, batch in enumerate(split_batches(model.config, prompts, batch_size, most, room)):
         if seed is not None:
-            torch.manual_seed(seed + index)
-        ids = [list(prompts[i]) for i in batch]
-        rows, stats = _generate_batch(model, tokenizer, ids, decoding, options | {"max_new_tokens": most})
+            torch.manual_seed((seed + index) % 2**64)
+        rows, stats = _generate_batch(model, tokenizer, [list(prompts[i]) for i in batch], decoding, dict(options))
         completions.update(zip(batch, rows, strict=True))
         output.stats += stats
         output.lengths.append(stats.steps)
@@ -147,11 +148,11 @@ def generate_ids(
 
 
 class NaNCheck(LogitsProcessor):
-    """Raises ModelError for NaN logits of the full model, as a :class:`SkipCache`'s passes do."""
+    """Raises ModelError for NaN or infinite logits of the full model, as a :class:`SkipCache`'s passes do."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores (batch, vocabulary), unchanged."""
-        if scores.isnan().any():
+        if not scores.amax(-1).isfinite().all():
             raise ModelError(NOT_FINITE)
         return scores
 
@@ -180,9 +181,7 @@ class Progress(StoppingCriteria):
             synchronize(input_ids.device)
             self.prompt_done = time.perf_counter()
         self.passes += 1
-        ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        for criterion in self.ends:
-            ended |= criterion(input_ids, scores, **kwargs)
+        ended = self.ends(input_ids, scores, **kwargs)
         if len(ended) == len(self.ended):  # not with beams
             self.lengths[ended & ~self.ended] = input_ids.shape[1] - self.width
             self.ended |= ended  # in place: others hold this tensor
@@ -223,20 +222,25 @@ def _generate_batch(
         "use_cache": True,
         "cache_implementation": None,
         "num_return_sequences": 1,
-        "pad_token_id": next(token for token in candidates if token is not None and token < size),
+        "pad_token_id": next(token for token in candidates if token is not None and 0 <= token < size),
     }
     # Without end tokens, ``generate`` does not pad the rows that have ended.
     leaving = FinishedRows(model, cache, progress.ended) if beams == 1 and end_tokens else nullcontext()
     with leaving:
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            **{CACHE: cache},
-            tokenizer=tokenizer if stop_strings else None,
-            stopping_criteria=StoppingCriteriaList([progress]),
-            logits_processor=processors,
-            **defaults | options | {"return_dict_in_generate": True},
-        )
+        try:
+            output = model.generate(
+                ids,
+                attention_mask=mask,
+                **{CACHE: cache},
+                tokenizer=tokenizer if stop_strings else None,
+                stopping_criteria=StoppingCriteriaList([progress]),
+                logits_processor=processors,
+                **defaults | options | {"return_dict_in_generate": True},
+            )
+        except (TypeError, ValueError) as error:
+            if progress.passes or isinstance(error, SkipDecodeError):
+                raise
+            raise UsageError(f"model.generate refuses these options: {' '.join(str(error).split())}") from error
     synchronize(model.device)
     end = time.perf_counter()
     sequences = output.sequences[:, width:].tolist()
@@ -250,8 +254,7 @@ def _generate_batch(
         completions.append(Completion(text, len(tokens), "stop" if length else "length"))
     steps = progress.passes - 1
     prompt_schedule = decoding if isinstance(decoding, Schedule) else Schedule.full(layers)
-    peak = getattr(cache, "peak_kv_bytes", 0) or max(total_kv_bytes(cache), getattr(leaving, "peak_kv_bytes", 0))
-    stats = GenerationStats(
+    return completions, GenerationStats(
         layers,
         rows=len(prompts),
         tokens=sum(completion.tokens for completion in completions),
@@ -263,9 +266,9 @@ def _generate_batch(
         row_steps=getattr(cache, "row_steps", 0),
         prompt_positions=width,
         prompt_layer_positions=sum(prompt_schedule.positions_per_layer(width, width)),
-        peak_kv_bytes=peak,
+        peak_kv_bytes=getattr(cache, "peak_kv_bytes", 0)
+        or max(total_kv_bytes(cache), getattr(leaving, "peak_kv_bytes", 0)),
     )
-    return completions, stats
 
 
 def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> None:
@@ -276,12 +279,17 @@ def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> Non
             raise UsageError(f"{name}: {reason}")
     if not options.get("use_cache", True):
         raise UsageError(f"use_cache=False: {_OWN_CACHE}")
-    if (beams := options.get("num_beams", 1)) < 1:
-        raise UsageError(f"num_beams is at least 1, not {beams}")
+    if not isinstance(beams := options.get("num_beams", 1), int) or beams < 1:
+        raise UsageError(f"num_beams is at least 1, not {beams!r}")
+    if options.get("do_sample") and options.get("temperature", defaults.temperature) == 0:
+        raise UsageError("temperature 0: leave do_sample out for greedy decoding")
+    if (stops := options.get("stop_strings")) == "" or "" in list(stops or ()):
+        raise UsageError("an empty stop string would end every text at once: leave it out")
     known = vars(GenerationConfig())
     try:
         GenerationConfig(**{name: value for name, value in options.items() if name in known}).validate(strict=True)
-    except ValueError as error:
+        end_token_ids(options, defaults)
+    except (TypeError, ValueError) as error:
         raise UsageError(" ".join(str(error).split())) from None
 
 

@@ -137,7 +137,7 @@ class GenerationJob:
             say("some conversations end with the assistant's message, which is continued")
         ids = encode_prompts(checkpoint.tokenizer, prompts)
         for row, prompt in zip(rows, ids, strict=True):
-            if reason := prompt_error(checkpoint.config, len(prompt), most):
+            if reason := prompt_error(checkpoint.config, prompt, most):
                 row["error"] = reason
         good = [i for i, row in enumerate(rows) if "error" not in row]
         positions = max((len(ids[i]) for i in good), default=0) + most

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
 
-from ..errors import UsageError
+from ..errors import FileError, UsageError
 from ..files import write
 from ..loading.load import Checkpoint
 from ..model.adapter import ABOUT, is_adapter, read_about, read_schedules
@@ -24,8 +24,8 @@ STAYS = (".*", "checkpoint-*", "*.jsonl*", "training.json", "runs", "*.bin", "*.
 
 def prepare(
     folder: Path, repo: str, target: Path, *, base_model: str | None = None, results: Path | None = None, **card: Any
-) -> None:
-    """Write into ``target`` what :func:`upload` uploads: the folder but :data:`STAYS`, a card, ``custom_generate``.
+) -> list[str]:
+    """Write what :func:`upload` uploads: the folder, a card, ``custom_generate``; return what stays (:data:`STAYS`).
 
     Args:
         folder: a checkpoint or an adapter.
@@ -39,24 +39,26 @@ def prepare(
     if target.exists() and any(target.iterdir()):
         raise UsageError(f"{target} is not empty: give a new folder")
     adapter = is_adapter(folder)
-    if adapter:
-        about = read_about(folder)
-        base_model = base_model or about["base_model"]
-        schedules = read_schedules(folder)
-    else:
-        schedules = Checkpoint.resolve(folder).schedules
+    schedules = read_schedules(folder) if adapter else Checkpoint.resolve(folder).schedules
+    about = read_about(folder) if adapter else {"base_model": None}
+    base_model = base_model or about["base_model"]
     if base_model is not None:
         _check_name(base_model, "--base-model")
     if not schedules:
         raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
     made = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, results=results, **card)
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*STAYS), dirs_exist_ok=True)
+    try:
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*STAYS), dirs_exist_ok=True)
+    except OSError as error:  # of a link to nothing too
+        raise FileError(f"{folder} cannot be copied: push takes a folder with all its files; {error}") from error
     if adapter:
         write(target / ABOUT, json.dumps(about | {"base_model": base_model}, indent=1) + "\n")
     write_custom_generate(target)
     made.save(target / "README.md")
     if results is not None and (results / PLOT).exists():
         shutil.copyfile(results / PLOT, target / PLOT)
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*"))]
+    return [str(name) for name in names if (target / name.parent).exists() and not (target / name).exists()]
 
 
 def upload(prepared: Path, repo: str, *, private: bool = False) -> str:

@@ -18,7 +18,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
     config says bfloat16 and the CPU multiplies it in hardware; on other devices it stays ``auto``.
     """
     device = default_device() if device is None else str(device)
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = device.partition(":")[0] == "cpu"
     if dtype == "auto" and on_cpu and not (config.dtype == torch.bfloat16 and _fast_bfloat16()):
         dtype = torch.float32
     return dtype, "cpu" if on_cpu else device

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, is_gguf_available
 
-from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
+from ..errors import FileError, MissingExtra, ModelError, UnsupportedModel, UsageError
 from ..model.adapter import (
     is_adapter,
     load_adapter,
@@ -37,7 +36,7 @@ from ..model.adapter import (
 from ..model.attach import attach
 from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, set_entry
 from ..schedule import Schedule, choose_schedule
-from .device import placement
+from .device import default_device, placement
 from .int8 import linear_class, optimize
 from .offload import Offload
 
@@ -106,16 +105,20 @@ class Checkpoint:
         return config
 
     def _base_generation_config(self) -> GenerationConfig:
+        config = own = GenerationConfig.from_model_config(self.config)
         if self.gguf_file is None:
-            with suppress(OSError):  # the file is optional
-                return GenerationConfig.from_pretrained(self.path, revision=self.revision)
-        config = GenerationConfig.from_model_config(self.config)
-        ends = _turn_ends(self.tokenizer)
+            try:
+                config = GenerationConfig.from_pretrained(self.path, revision=self.revision)
+            except Exception as error:  # the file is optional
+                if (file := Path(self.path, "generation_config.json")).exists() or not isinstance(error, OSError):
+                    raise FileError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        if config is not own and config.eos_token_id is not None:
+            return config
+        ends = _turn_ends(self)
         if self.gguf_file is not None:
             ends |= _gguf_ends(Path(self.path, self.gguf_file))
-        if ends:
-            known = config.eos_token_id
-            config.eos_token_id = sorted(ends.union(known if isinstance(known, list) else [known]) - {None})
+        known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+        config.eos_token_id = sorted({*known, *ends} - {None}) if ends else own.eos_token_id
         return config
 
     @cached_property
@@ -152,8 +155,7 @@ class Checkpoint:
         It tells whether a job goes on with the same model.
         """
         files = [Path(self.path, self.gguf_file)] if self.gguf_file else _files(Path(self.path))
-        if self.adapter is not None:
-            files += _files(self.adapter)
+        files += [] if self.adapter is None else _files(self.adapter)
         on_hub = None if Path(self.path).is_dir() else (self.path, getattr(self.config, "_commit_hash", None))
         digest = hashlib.sha256(repr(on_hub).encode())
         for file in files:
@@ -176,6 +178,8 @@ class Checkpoint:
     ) -> PreTrainedModel:
         """Model with gates attached and its adapter on. :func:`load` describes the arguments and errors."""
         dtype, device = placement(self.config, dtype, device)
+        if device.partition(":")[0] not in ("cpu", here := default_device()):
+            raise UsageError(f"this machine has no device {device}: give cpu, or leave it out for {here}")
         kind = linear_class(quantization, prepack, device)
         places = {} if offload is None else self._offload_options(offload, dtype, device)
         if places and kind is not None:
@@ -183,8 +187,7 @@ class Checkpoint:
         if device != "cpu" and is_accelerate_available():
             places = places or {"device_map": {"": device}}
         model = self.read_weights(dtype=dtype, attn_implementation=attn_implementation, **places).eval()
-        if not places:
-            model = model.to(device)
+        model = model if places else model.to(device)
         adapter = None
         if self.adapter is not None:  # compared with the model's weights before these are replaced
             files = None if self.gguf_file else lambda: self.folder
@@ -233,7 +236,9 @@ class Checkpoint:
         """ModelError in place of what libraries raise for files that are missing or damaged."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except ImportError:
+            raise
+        except Exception as error:  # of damaged files, libraries raise anything
             reason = " ".join(str(error).split())[:300]
             if self.adapter == Path(self.name):
                 reason = f"give its base model {self.path}, which cannot be read, and --adapter {self.name} ({reason})"
@@ -276,8 +281,7 @@ def load(
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
     checkpoint = Checkpoint.resolve(name, adapter, revision)
-    model = checkpoint.load(dtype, device, attn_implementation, offload, quantization, prepack)
-    return model, checkpoint.tokenizer
+    return checkpoint.load(dtype, device, attn_implementation, offload, quantization, prepack), checkpoint.tokenizer
 
 
 def _locate(name: str) -> tuple[str, str | None]:
@@ -331,12 +335,11 @@ def _gguf_ends(file: Path) -> set[int]:
     return {int(fields[key].parts[-1][0]) for key in keys if key in fields}
 
 
-def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Id of the special token with which the chat template ends an assistant's turn, if it does so."""
-    if not tokenizer.chat_template:
-        return set()
+def _turn_ends(checkpoint: Checkpoint) -> set[int]:
+    """Id of the special token with which the chat template, if there is one, ends an assistant's turn, if it does."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "…"}]
     with suppress(Exception):  # a template may raise anything
+        tokenizer = checkpoint.tokenizer
         after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("…")[2]
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
         known = tokenizer.added_tokens_decoder

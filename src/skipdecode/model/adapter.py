@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 from ..errors import FileError, ModelError, UntrainedWarning
 from ..files import read_json, write
 from ..schedule import Schedule, SkippedSpan, skipped_spans
-from .config import speedup_key
+from .config import parse_schedules, speedup_key
 from .inspect import decoder_layers
 from .lora import LoRA, linear_modules
 
@@ -260,14 +260,14 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not is_adapter(folder):
         raise FileError(f"{folder} holds no adapter: there is no {ABOUT}")
     about = read_json(folder / ABOUT)
-    if not isinstance(about, dict) or about.get("skipdecode_adapter") not in FORMATS:
-        raise FileError(f"{folder / ABOUT} was written by another version of skipdecode")
+    if not isinstance(about, dict) or "base_model" not in about or about.get("skipdecode_adapter") not in FORMATS:
+        raise FileError(f"{folder / ABOUT} was written by another version of skipdecode, or is damaged")
     return about
 
 
 def read_schedules(folder: Path) -> dict[float, Schedule]:
     """Schedules of a folder's adapter, by target speed-up."""
-    return {float(key): Schedule.from_dict(values) for key, values in read_about(folder)["schedules"].items()}
+    return parse_schedules(read_about(folder), str(folder / ABOUT))
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def read_adapter(folder: Path) -> Adapter:
         for name, parts in loras.items():
             weights |= {f"lora.{name.replace('.', '/')}.{part}": each for part, each in parts.items()}
         adapter.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, OSError) as error:
+    except (SafetensorError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {error}") from error
     return adapter.eval()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ScheduleError, UntrainedWarning
+from ..errors import ModelError, ScheduleError, UntrainedWarning
 from ..schedule import Schedule, skipped_spans
 from .inspect import gates_of, kv_shared_layers, text_config
 
@@ -72,10 +72,8 @@ def to_config_entry(schedules: Mapping[float, Schedule], method: str = "skipdeco
     """
     if method == "full" or (method == "skipdecode" and all(s.is_full for s in schedules.values())):
         return None
-    return {
-        "method": method,
-        "schedules": {speedup_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())},
-    }
+    by_key = {speedup_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}
+    return {"method": method, "schedules": by_key}
 
 
 def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
@@ -88,17 +86,20 @@ def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
 
 def trained_method(config: Any) -> str:
     """Method that trained the config's model; ``full`` without an entry."""
-    return _entry(config).get("method", "full")
+    return (getattr(config, CONFIG_KEY, None) or {}).get("method", "full")
 
 
 def config_schedules(config: Any) -> dict[float, Schedule]:
     """Schedules of a config by target speed-up; {} if it has none."""
-    schedules = _entry(config).get("schedules", {})
-    return {float(key): Schedule.from_dict(values) for key, values in schedules.items()}
+    return parse_schedules(getattr(config, CONFIG_KEY, None) or {}, f"the config's entry {CONFIG_KEY}")
 
 
-def _entry(config: Any) -> dict[str, Any]:
-    return getattr(config, CONFIG_KEY, None) or {}
+def parse_schedules(entry: Any, where: str) -> dict[float, Schedule]:
+    """Schedules by target speed-up of JSON values that stand ``where``. Raises ModelError if they are damaged."""
+    try:
+        return {float(key): Schedule.from_dict(fields) for key, fields in entry.get("schedules", {}).items()}
+    except (AttributeError, ValueError) as error:
+        raise ModelError(f"{where} holds no schedules by speed-up: {error}") from error
 
 
 def speedup_key(speedup: float) -> str:

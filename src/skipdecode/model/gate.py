@@ -206,7 +206,7 @@ class LinearGate(Patch):
 class PatchedForward(Patch):
     """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it.
 
-    A pass with a SkipCache whose logits are NaN raises ModelError.
+    A pass with a SkipCache whose logits are NaN or infinite raises ModelError.
     """
 
     @torch.compiler.disable(recursive=False)
@@ -224,8 +224,9 @@ class PatchedForward(Patch):
         if cache is None and self.gates.forced is None:
             return self.original(*args, **kwargs)
         refuse_packed(kwargs)
-        if kwargs.get("output_attentions") or getattr(self.module.config, "output_attentions", False):
-            raise UsageError("output_attentions: skipped layers have none, and the others would take their places")
+        for name in ("output_attentions", "output_router_logits"):
+            if kwargs.get(name) or getattr(self.module.config, name, False):
+                raise UsageError(f"{name}: skipped layers have none, and the others would take their places")
         if cache is None:
             return self.original(*args, **{"use_cache": False} | kwargs)
         passes = cache.passes
@@ -234,7 +235,7 @@ class PatchedForward(Patch):
             raise CacheError(
                 "no layer was given the SkipCache, so none was skipped: call model.eval(), since training drops caches"
             )
-        if getattr(output, "logits", None) is not None and output.logits.isnan().any():
+        if getattr(output, "logits", None) is not None and not output.logits.amax(-1).isfinite().all():
             raise ModelError(NOT_FINITE)
         return output
 
@@ -291,7 +292,8 @@ def with_cache(model: nn.Module, schedule: Schedule | None, kwargs: dict[str, An
     """
     if any(kwargs.get(name) is not None for name in CACHE_NAMES):
         return kwargs
-    if kind := kwargs.get("cache_implementation"):
+    given = kwargs.get("generation_config")
+    if kind := kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None):
         raise UsageError(f"cache_implementation={kind!r}: skipping needs a SkipCache; leave it out, or detach(model)")
     return kwargs | {CACHE: SkipCache(model, schedule), "cache_implementation": None}
 

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from ..errors import UsageError
 from ..model.attach import attach, teacher_forced
-from ..model.config import config_schedules, num_layers, set_entry, to_config_entry
+from ..model.config import config_schedules, num_layers, set_entry, speedup_key, to_config_entry
 from ..model.gate import refuse_packed
 from ..schedule import Schedule, choose_schedule
 
@@ -62,6 +62,10 @@ class Skipping(TrainerCallback):
     ) -> None:
         if isinstance(speedups, Mapping) and style:
             raise UsageError(f"schedules have their own {', '.join(style)}: give one of the two")
+        if not 0 < len(speedups) == len(set(speedups)):
+            raise UsageError(f"speedups are one or more, each once: not {tuple(speedups)}")
+        if weights is not None and not (len(weights) == len(speedups) and min(weights) >= 0 < sum(weights) < torch.inf):
+            raise UsageError(f"weights are a number for each speedup, 0 or more and not all 0: not {weights}")
         self.speedups = speedups
         self.weights = weights
         self.seed = seed
@@ -102,6 +106,8 @@ class Skipping(TrainerCallback):
     def at(self, schedule: Schedule | float) -> Iterator[None]:
         """Context in which the model's passes skip layers by a schedule or a target, as for a validation loss."""
         before = self.current
+        if not isinstance(schedule, Schedule) and schedule not in self.schedules:
+            raise UsageError(f"there is no speed {schedule}: give one of {', '.join(map(speedup_key, self.schedules))}")
         self.current = schedule if isinstance(schedule, Schedule) else self.schedules[schedule]
         try:
             yield
@@ -138,9 +144,7 @@ class Skipping(TrainerCallback):
         return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if self.current is None or self._restore is None:
-            return None
-        return self._restore(output)
+        return self._restore(output) if self.current and self._restore else None
 
 
 def align(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int, Callable[[Any], Any]]:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ from transformers import TrainingArguments
 from ..errors import FileError, UsageError
 from ..files import read_json, write
 from ..schedule import ORDERS
+from .callback import Skipping
 
 #: File of a run's folder with its options.
 RECORD = "training.json"
@@ -40,6 +42,17 @@ DEFAULTS: dict[str, Any] = {
     "eval_steps": 500,
     "save_total_limit": 2,
     "seed": 0,
+}
+#: Least and most of options that are numbers: whole ones if the least is. A text's first token teaches nothing.
+LIMITS = {
+    "learning_rate weight_decay warmup_steps num_train_epochs logging_steps eval_steps save_steps": (0.0, inf),
+    "max_eval_samples bottom_layers prompt_decay": (0, inf),
+    "per_device_train_batch_size gradient_accumulation_steps num_texts rank horizon": (1, inf),
+    "max_new_tokens": (2, inf),
+    "max_steps": (-1, inf),
+    "temperature": (0.01, inf),
+    "distill_weight": (0.0, 1),
+    "seed": (0, 2**32 - 1),
 }
 Config = TypeVar("Config", bound="RunConfig")
 
@@ -74,8 +87,14 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value not in ORDERS:
                 object.__setattr__(self, name, _numbers(name, value, kind))
-        if self.speedup_weights and len(self.speedup_weights) != len(self.speedups or ()):
-            raise UsageError("--speedup-weights needs a number for each of --speedups")
+        if self.speedups or self.speedup_weights:
+            Skipping(speedups=self.speedups or (), weights=self.speedup_weights)  # which refuses what it cannot draw
+        for names, (least, most) in LIMITS.items():
+            for name in names.split():
+                value = {**vars(self), **self.trainer}.get(name)
+                if value is not None and not (isinstance(value, (int, type(least))) and least <= value <= most):
+                    whole = "whole " * isinstance(least, int)
+                    raise UsageError(f"{name} must be a {whole}number of {least} to {most}, not {value!r}")
 
     @property
     def style(self) -> dict[str, Any]:
@@ -102,12 +121,15 @@ class RunConfig:
         return cls(**values, trainer=trainer)
 
     def arguments(self) -> TrainingArguments:
-        """TrainingArguments of the run."""
+        """TrainingArguments of the run. Raises UsageError for a value that they do not take."""
         values = DEFAULTS | self.defaults | dict(self.trainer)
         values.setdefault("per_device_eval_batch_size", values["per_device_train_batch_size"])
         values.setdefault("eval_strategy", "steps" if values["eval_steps"] and self.max_eval_samples else "no")
         values.setdefault("use_cpu", not torch.accelerator.is_available())
-        args = TrainingArguments(output_dir=self.output, **values)
+        try:
+            args = TrainingArguments(output_dir=self.output, **values)
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            raise UsageError(f"transformers' TrainingArguments do not take these options: {error}") from error
         args._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
         return args
 
@@ -125,9 +147,6 @@ class TrainConfig(RunConfig):
         prompt_column, response_column, prompt_share: how rows are read, see :func:`~skipdecode.data.tasks.get_task`.
         prompt_decay: number of last prompt positions over which the depth falls already.
         exit_share: share of the tokens from which multi-layer exit's early exits learn, each from others.
-
-    Raises:
-        UsageError: options contradict each other.
 
     Example:
         >>> TrainConfig.create(model="demo", data="rows.jsonl", speedups="1,2", max_steps=20).speedups
@@ -173,11 +192,7 @@ class TrainConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """Options of ``skipdecode distill``, which its help explains.
-
-    Raises:
-        UsageError: options contradict each other.
-    """
+    """Options of ``skipdecode distill``, which its help explains."""
 
     defaults: ClassVar[dict[str, Any]] = {"learning_rate": 1.5e-3, "per_device_train_batch_size": 8}
 
@@ -232,7 +247,7 @@ def claim_output(config: RunConfig, fingerprint: str, overwrite: bool) -> Path |
 def _numbers(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     """Numbers of a sequence, of text like ``1,2.5``, or one."""
     try:
-        return tuple(kind(item) for item in re.findall(r"[^\s,()\[\]]+", str(value)))
+        return tuple(kind(item) for item in re.findall(r"[^\s,()\[\]]+", str(value)) or [""])
     except ValueError:
         raise UsageError(f"--{name.replace('_', '-')} takes numbers with commas between, not {value!r}") from None
 

@@ -163,8 +163,7 @@ def prefill(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Example], batch_size: int = 8
 ) -> list[PrefilledBatch]:
     """Batches of self-generated texts on the model's device; texts longer than its positions are left out."""
-    limit = max_positions(model.config)
-    made = batches_of(texts, tokenizer, batch_size, limit, model.device, as_written=True)
+    made = batches_of(texts, tokenizer, batch_size, max_positions(model.config), model.device, as_written=True)
     return [PrefilledBatch(model, batch) for batch in made]
 
 

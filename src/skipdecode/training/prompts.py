@@ -11,7 +11,7 @@ from typing import Any
 from ..data.chat import Chat, Message, Prompt, around_message
 from ..data.examples import read_examples, subsample
 from ..data.tasks import Task
-from ..errors import DataError, ModelError
+from ..errors import DataError, ModelError, UsageError
 from ..generation.batches import max_positions
 from ..loading.load import Checkpoint
 from .self_generated import SAMPLING, Say, Write, keep_texts
@@ -46,6 +46,8 @@ def find_prompts(
     if checkpoint.tokenizer.chat_template is not None:
         say("no prompts are given: the model writes its users' messages too")
         return list(conversations(checkpoint, count, write, say))
+    if checkpoint.tokenizer.bos_token_id is None:
+        raise UsageError("the model has no begin-of-text token, from which it could write: give --prompts FILE")
     say("no prompts are given: the model continues passages that it writes itself")
     options = SAMPLING | {"temperature": 1.0, "max_new_tokens": PASSAGE}
     passages = keep_texts([""] * count, write([""] * count, options, "passages"), say)

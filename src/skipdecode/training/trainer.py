@@ -108,11 +108,7 @@ class DistillationTrainer(SkipTrainer):
         pass  # the frozen model has gates
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """KL divergence from the full model with the schedule that is learned now, or evaluated."""
         teacher, share = self._learned or (self.accelerator.unwrap_model(model).teacher_output(inputs), 1.0)
@@ -154,10 +150,8 @@ class EpochSampler(LengthGroupedSampler):
         self.trainer = trainer  # accelerate forwards no set_epoch while it skips batches
 
     def __iter__(self) -> Iterator[int]:
-        epoch = int(self.trainer.state.epoch or 0)
-        self.generator = torch.Generator().manual_seed(
-            random.Random(f"order {self.trainer.args.seed} {epoch}").getrandbits(32)
-        )
+        dice = random.Random(f"order {self.trainer.args.seed} {int(self.trainer.state.epoch or 0)}")
+        self.generator = torch.Generator().manual_seed(dice.getrandbits(32))
         return super().__iter__()
 
 
