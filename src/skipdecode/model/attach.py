@@ -16,7 +16,6 @@ from .config import bind, config_schedules, warn_untrained
 from .gate import (
     Gate,
     Gates,
-    LinearGate,
     PatchedForward,
     PatchedGenerate,
     PatchedPrepareInputs,
@@ -69,7 +68,6 @@ def attach(
     gates = gates or Gates(model.config)
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
-        adapter.merge(model)
     if schedule is not None and speedup is not None:
         raise UsageError("give one of schedule and speedup")
     if schedule is not None or speedup is not None:
@@ -99,11 +97,7 @@ def put_adapter(model: nn.Module, adapter: Adapter | None) -> None:
     device = next(model.parameters()).device
     if adapter is not None and device.type != "meta":  # else accelerate brings the weights for each pass
         adapter.to(device)
-    gates = gates_of(model)
-    gates.adapter = adapter
-    layers = decoder_layers(model)
-    for name in () if adapter is None else adapter.loras:
-        put(LinearGate, layers.get_submodule(name), "forward", gates, name)
+    gates_of(model).adapter = adapter
 
 
 def detach(model: Model) -> Model:
