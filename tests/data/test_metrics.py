@@ -137,7 +137,7 @@ def test_words_are_whole_in_every_script(text: str, expected: list[str]) -> None
     "text", ["猫，坐。", "「猫」・坐、", "ก๚ข", "\u0f40\u0f72\u0f0b\u0f41\u0f0d", "\u1a20\u1a21\u1aa8"]
 )
 def test_rouge_l_counts_no_punctuation_where_a_character_is_a_word(text: str) -> None:
-    """Of Chinese, Thai, Tibetan and Tai Tham: two characters, the vowel signs with theirs."""
+    """Of Chinese, Thai, Tibetan and Lanna: two characters, the vowel signs with theirs."""
     assert len(RougeL().tokenize(text)) == 2
     assert RougeL().tokenize(text) == [word for word in words(text) if word[0].isalpha()]
 
