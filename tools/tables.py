@@ -101,7 +101,7 @@ def tokens(folder: str = "gpu_distill") -> None:
 
 
 #: Labels of a task's rows by the folder of their checkpoint. Other rows are the full model's.
-TASK_ROWS = {"adapter": "adapter", "before": "README's adapter", "pruned-3": "ten layers alone"}
+TASK_ROWS = {"adapter": "adapter", "before": "adapter of the first table's CPU run", "pruned-3": "ten layers alone"}
 
 
 def task(folder: str) -> None:

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time, timedelta
@@ -52,7 +53,7 @@ def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
         with (gzip.open if name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
             for number, row in readers[kind](file):
                 yield f"{path}, row {number}", row if isinstance(row, Mapping) else {text_column: row}
-    except Exception as error:  # gzip, zlib and csv have their own
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
         raise DataError(f"{path}: {error}") from error
 
 

@@ -84,8 +84,8 @@ def read_validation(config: TrainConfig, task: Task, say: Say) -> list[Example]:
 def choose_schedules(config: TrainConfig, model_config: Any) -> dict[float, Schedule]:
     """Schedules to train for: those the model was trained for, unless the user chose others; else new ones."""
     style = config.style | ({"order": "bottom"} if config.method == "multi_exit" else {})
-    known = config_schedules(model_config).items()
-    trained = dict(known) if trained_method(model_config) == config.method else {}
+    known = config_schedules(model_config)  # raises for a damaged entry, whatever the method
+    trained = known if trained_method(model_config) == config.method else {}
     layers = num_layers(model_config)
     return {speedup: choose_schedule(trained, layers, speedup, **style) for speedup in config.speedups}
 
