@@ -3,7 +3,8 @@
     python experiments/compare.py MODEL --data DATA --speedups 2,3 skipdecode=DIR calm=DIR static=DIR-{speedup}
 
 A row is NAME=CHECKPOINT. NAME is skipdecode, multi_exit, calm, a depth rule, or anything else for a label. A CHECKPOINT
-with {speedup} is a smaller model for each speed-up, whose layers all run. A depth rule alone runs on MODEL, untrained.
+with {speedup} is another model for each speed-up; if it has no schedules, all its layers run. A depth rule alone runs
+on MODEL, untrained.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def variants(full: Checkpoint, rows: list[str], speedups: list[float], steps: in
         name, _, path = row.partition("=")
         for speedup in speedups:
             checkpoint = Checkpoint.resolve(path.replace("{speedup}", f"{speedup:g}")) if path else full
-            if name == "calm" or "{speedup}" in path:
+            if name == "calm" or ("{speedup}" in path and not checkpoint.schedules):
                 schedule = None
             elif path:
                 schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)

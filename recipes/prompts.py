@@ -1,4 +1,4 @@
-"""Prompts for an adapter: questions that a chat model generates, and posts to be summarised.
+"""Prompts for an adapter: conversations that a chat model generates, and posts to be summarised.
 
     python recipes/prompts.py MODEL PROMPTS.jsonl [--questions 1700] [--posts train.jsonl] [--summaries 800]
         [--engine vllm]
@@ -15,9 +15,11 @@ from pathlib import Path
 import typer
 from tqdm import tqdm
 
+from skipdecode.data.chat import Message, as_json
 from skipdecode.generation.job import GenerationJob
 from skipdecode.loading.load import Checkpoint
-from skipdecode.training.self_generated import user_messages, write_with_job
+from skipdecode.training.prompts import conversations
+from skipdecode.training.self_generated import write_with_job
 
 #: Words of a post.
 LONGEST = 90
@@ -42,27 +44,26 @@ def main(
         job = GenerationJob(
             checkpoint,
             prompts,
-            file.with_name("questions.jsonl"),
+            file.with_name(f"{name}.jsonl"),
             speedup=1,
             batch_size=128,
             seed=seed,
             options=options,
-            load={"dtype": "bfloat16"},
             engine=engine,
         )
         with tqdm(desc=name) as bar:
             return write_with_job(job, bar)
 
-    asked = user_messages(checkpoint, questions, write, typer.echo)
     held_out = {json.loads(line)["messages"][0]["content"] for line in HELD_OUT.read_text("utf-8").splitlines()}
-    messages = [prompt[0].content for prompt in asked if not isinstance(prompt, str)]
-    messages = [message for message in messages if message not in held_out]
+    found = conversations(checkpoint, questions, write, typer.echo)
+    chats = [chat for chat in found if not any(message.content in held_out for message in chat)]
     if posts is not None:
         lines = posts.read_text("utf-8").splitlines()
         random.Random(0).shuffle(lines)
-        messages += [ASK + " ".join(json.loads(line)["post"].split()[:LONGEST]) for line in lines[:summaries]]
-    random.Random(1).shuffle(messages)
-    rows = ({"messages": [{"role": "user", "content": message}]} for message in messages)
+        posts_asked = [ASK + " ".join(json.loads(line)["post"].split()[:LONGEST]) for line in lines[:summaries]]
+        chats += [(Message("user", asked),) for asked in posts_asked]
+    random.Random(1).shuffle(chats)
+    rows = ({"messages": as_json(chat)} for chat in chats)
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -124,7 +124,7 @@ def test_prompts_alone_are_compared_with_the_full_model(checkpoint: Path, tmp_pa
     for row in (near, far):
         assert 0 <= row["agreement"] < 100
         assert "bleu" not in row
-        assert row["kl_interval"][0] <= row["kl"] <= row["kl_interval"][1]
+        assert "kl_interval" not in row  # of four texts
         assert row["top_1"] < 100
         assert 0 < row["text_loss"] != full["text_loss"]
         assert "repetition" in row

@@ -30,6 +30,7 @@ from skipdecode.errors import ModelError
 from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.model.config import to_config_entry
 from skipdecode.model.inspect import text_config
+from skipdecode.model.lora import linear_sizes
 
 NEW = 24
 SIZES = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
@@ -143,7 +144,7 @@ def checkpoint(name: str, folder: Path) -> Path:
 def random_adapter(folder: Path, base: Path) -> Path:
     """An adapter with random weights, which change hidden states much."""
     model, _ = skipdecode.load(str(base), dtype="float32")
-    adapter = Adapter(text_config(model.config).hidden_size, 4, SCHEDULES)
+    adapter = Adapter(text_config(model.config).hidden_size, 4, SCHEDULES, linear_sizes(model), 2)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in adapter.parameters():

@@ -42,23 +42,25 @@ def test_requests_of_other_kinds_are_bad_requests(change: dict[str, Any]) -> Non
         plugin._process_inputs(lambda *_: SimpleNamespace(**fields | change), processor)
 
 
-def test_an_untested_release_refuses_models_with_schedules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_cannot_be_patched_refuses_models_with_schedules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Platform:
         @classmethod
         def check_and_update_config(cls, vllm_config: Any, more: int = 0) -> None:
             vllm_config.checked = True
 
+    def lacking() -> None:
+        raise ImportError("no module vllm.v1")
+
     platform: Any = Platform()
     monkeypatch.setattr(platforms, "current_platform", platform)
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    monkeypatch.setattr(plugin, "_patch_engine", lacking)
     plugin.register()
     stock = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace()), additional_config=None)
     platform.check_and_update_config(stock, more=1)
     assert stock.checked
-    model = SimpleNamespace(hf_config=CONFIG)
-    parallel = SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
-    skipping = SimpleNamespace(model_config=model, parallel_config=parallel, additional_config={"skipdecode": {}})
-    with pytest.raises(UnsupportedModel, match=r"vLLM 0\.33\.1 was not tested"):
+    skipping = SimpleNamespace(model_config=SimpleNamespace(hf_config=CONFIG), additional_config={"skipdecode": {}})
+    with pytest.raises(UnsupportedModel, match=r"vLLM 0\.99\.1 .* lacks a part: no module vllm\.v1"):
         platform.check_and_update_config(skipping)
 
 

@@ -31,7 +31,7 @@ from skipdecode import Schedule, load
 from skipdecode.errors import FileError, MissingExtra, ModelError, UnsupportedModel, UsageError
 from skipdecode.loading import load as loading
 from skipdecode.loading.load import DEMO, Checkpoint
-from skipdecode.model.adapter import Adapter, save_adapter
+from skipdecode.model.adapter import GENERATION, Adapter, save_adapter
 from skipdecode.model.config import config_schedules, set_entry, to_config_entry, trained_schedules
 
 WEIGHTS = "model.safetensors"
@@ -124,6 +124,21 @@ def test_an_adapters_folder_stands_for_its_model(model: Path, tmp_path: Path, mo
     loaded, _ = load(adapter, device="cpu")
     assert trained_schedules(loaded) == {2.0: CONSTANT}
     assert Checkpoint.resolve(model, adapter=adapter).load(device="cpu").config.to_dict() == loaded.config.to_dict()
+
+
+def test_an_adapters_sampling_comes_before_the_models(model: Path, tmp_path: Path) -> None:
+    """Value by value; in a job, greedy decoding has its penalty too."""
+    adapter = adapter_for(tmp_path / "fast", str(model), model)
+    before = Checkpoint.resolve(adapter).generation_config
+    (adapter / GENERATION).write_text('{"temperature": 0.2, "repetition_penalty": 50.0}')
+    config = Checkpoint.resolve(adapter).generation_config
+    assert (config.temperature, config.repetition_penalty) == (0.2, 50.0)
+    assert config.eos_token_id == before.eos_token_id
+    loaded, tokenizer = load(adapter, device="cpu")
+    options: dict[str, Any] = {"speedup": 1, "max_new_tokens": 20, "eos_token_id": -1}
+    (row,) = skipdecode.generate(loaded, tokenizer, ["the cat"], **options).completions
+    (stock,) = skipdecode.generate(*load(model, device="cpu"), ["the cat"], **options).completions
+    assert row.text != stock.text
 
 
 @pytest.mark.parametrize("base", ["/elsewhere/smollm2", "smollm2"])

@@ -30,6 +30,7 @@ from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teach
 from skipdecode.errors import FileError, ModelError, UntrainedWarning
 from skipdecode.model.adapter import (
     ABOUT,
+    GENERATION,
     SAMPLE,
     WEIGHTS,
     Adapter,
@@ -44,14 +45,16 @@ from skipdecode.model.adapter import (
 )
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.inspect import gates_of, text_config
+from skipdecode.model.lora import linear_sizes
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
 
 
 def random_adapter(model: Any, schedule: Schedule) -> Adapter:
-    """Bypasses and bottlenecks that change hidden states much."""
-    adapter = Adapter(text_config(model.config).hidden_size, 4, {schedule.target: schedule})
+    """Bypasses, bottlenecks and LoRA that change hidden states much."""
+    size, linears = text_config(model.config).hidden_size, linear_sizes(model)
+    adapter = Adapter(size, 4, {schedule.target: schedule}, linears, 2)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in adapter.parameters():
@@ -149,14 +152,18 @@ def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> N
 
 def test_the_names_in_the_files_stay(saved: tuple[Any, Path, Adapter]) -> None:
     """Adapters that were published earlier are read, by this version and by others."""
-    _, folder, _ = saved
+    model, folder, adapter = saved
     assert sorted(path.name for path in folder.iterdir()) == ["adapter.safetensors", "skipdecode_adapter.json"]
     about = json.loads((folder / ABOUT).read_text())
-    assert about["skipdecode_adapter"] == 2
-    assert {"base_model", "rank", "schedules"} <= about.keys()
-    kinds = {(name.split(".")[0], name.split(".")[-1]) for name in load_file(folder / WEIGHTS)}
+    assert {"base_model", "rank", "lora_rank", "schedules"} <= about.keys()
+    weights = load_file(folder / WEIGHTS)
+    kinds = {(name.split(".")[0], name.split(".")[-1]) for name in weights}
     spans = {("stand_ins", part) for part in ("down", "up", "bias")} | {("base_model_sample", "weight")}
-    assert kinds == spans | {("bottlenecks", part) for part in ("down", "up")}
+    assert kinds == spans | {("bottlenecks", part) for part in ("down", "up")} | {("base_model", "weight")}
+    assert weights["base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"].shape[0] == about["lora_rank"]
+    assert about["skipdecode_adapter"] == 3
+    save_adapter(folder, Adapter(model.config.hidden_size, 4, adapter.schedules), model, "some/model")
+    assert json.loads((folder / ABOUT).read_text())["skipdecode_adapter"] == 2
 
 
 def test_an_adapter_is_stored_in_the_models_precision(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
@@ -256,7 +263,7 @@ def test_a_name_on_the_hub_has_one_slash(tmp_path: Path, monkeypatch: pytest.Mon
     assert not download.called
     for hub_name in ("me/fast", Path("me/fast")):
         assert locate_adapter(hub_name) == Path("x")
-    assert download.call_args_list == [mock.call("me/fast", allow_patterns=[ABOUT, WEIGHTS])] * 2
+    assert download.call_args_list == [mock.call("me/fast", allow_patterns=[ABOUT, WEIGHTS, GENERATION])] * 2
 
 
 @pytest.mark.parametrize("file", [ABOUT, WEIGHTS])
@@ -291,6 +298,6 @@ def test_a_folder_of_another_version_is_refused(saved: tuple[Any, Path, Adapter]
     """Its modules may stand elsewhere: it is not read as something else."""
     _, folder, _ = saved
     about = json.loads((folder / ABOUT).read_text("utf-8"))
-    (folder / ABOUT).write_text(json.dumps(about | {"skipdecode_adapter": about["skipdecode_adapter"] - 1}))
+    (folder / ABOUT).write_text(json.dumps(about | {"skipdecode_adapter": 1}))
     with pytest.raises(FileError, match="another version"):
         read_schedules(folder)

@@ -17,7 +17,7 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
 from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.model.config import to_config_entry
-from skipdecode.serving.settings import Buckets, Serving, choose_buckets, prepare_config, require_tested, serving_of
+from skipdecode.serving.settings import Buckets, Serving, choose_buckets, prepare_config, serving_of
 from skipdecode.serving.steps import DepthTable
 
 LAYERS, RELEASE = 12, "0.32.0+cpu"
@@ -174,9 +174,9 @@ def test_a_stock_model_without_options_is_left_alone() -> None:
 
 def test_an_untrained_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     made = vllm_config()
-    prepare_config(made, Serving(config(CONSTANT)), RELEASE)
+    prepare_config(made, Serving(config(CONSTANT)))
     assert not caplog.messages
-    prepare_config(made, Serving(config()), RELEASE)
+    prepare_config(made, Serving(config()))
     assert "not trained to skip layers" in caplog.text
 
 
@@ -184,7 +184,6 @@ def test_an_untrained_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> No
     ("change", "message"),
     [
         ({"environment": "VLLM_USE_RUST_FRONTEND"}, "unset VLLM_USE_RUST_FRONTEND"),
-        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "GPUs were tried once"),
         ({"parallel_config__worker_cls": "another.Worker"}, "worker another.Worker is unknown"),
         ({"compilation_config__mode": SimpleNamespace(name="STOCK_TORCH_COMPILE")}, "stock torch.compile"),
         ({"speculative_config": object()}, "speculative"),
@@ -204,13 +203,4 @@ def test_what_would_give_other_texts_is_refused(
     if variable := change.pop("environment", None):
         monkeypatch.setenv(variable, "1")
     with pytest.raises(UnsupportedModel, match=message):
-        prepare_config(vllm_config(**change), Serving(config()), RELEASE)
-
-
-def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable in the environment allows them."""
-    require_tested(RELEASE)
-    with pytest.raises(UnsupportedModel, match=r"vLLM 0\.33\.1 was not tested"):
-        require_tested("0.33.1")
-    monkeypatch.setenv("SKIPDECODE_ALLOW_UNTESTED_VLLM", "1")
-    require_tested("0.33.1")
+        prepare_config(vllm_config(**change), Serving(config()))

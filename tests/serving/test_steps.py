@@ -29,16 +29,27 @@ def test_a_tokens_layers_depend_on_its_place_alone(requests: Requests) -> None:
     assert step.is_full == bool(step.runs.all())
 
 
-@given(st.lists(REQUEST, min_size=1, max_size=6))
-def test_a_subset_has_the_first_tokens_of_each_request(requests: Requests) -> None:
-    """So attention over it ends ``dropped`` tokens earlier, and nothing in the middle is missing."""
+@given(st.lists(REQUEST, min_size=1, max_size=6), st.booleans())
+def test_parts_are_the_tokens_that_run_a_layer(requests: Requests, has_private: bool) -> None:
+    """Each once: those that skip other layers come last, and run the private copy, if there is one.
+
+    So attention over a subset ends ``dropped`` tokens earlier, and nothing in the middle is missing.
+    """
     step = plan(requests)
     for layer in range(LAYERS):
-        subset = step.subset(layer)
-        assert subset.tokens.tolist() == np.flatnonzero(step.runs[:, layer]).tolist()
-        ranges = [step.starts[r] + np.arange(n) for r, n in zip(subset.requests, subset.counts, strict=True)]
-        assert subset.tokens.tolist() == [token for one in ranges for token in one]
-        assert (subset.counts + subset.dropped).tolist() == np.diff(step.starts)[subset.requests].tolist()
+        ran: list[int] = []
+        for private, subset in step.parts(layer, has_private):
+            tokens = np.arange(step.tokens) if subset is None else subset.tokens
+            ran += tokens.tolist()
+            if has_private:
+                assert (step.runs[tokens].all(axis=1) != private).all()
+            if subset is None:
+                continue
+            ends = step.starts[1:][subset.requests] - subset.dropped
+            ranges = [end - count + np.arange(count) for end, count in zip(ends, subset.counts, strict=True)]
+            assert tokens.tolist() == [token for one in ranges for token in one]
+            assert (ends - subset.counts >= step.starts[:-1][subset.requests]).all()
+        assert sorted(ran) == np.flatnonzero(step.runs[:, layer]).tolist()
 
 
 def test_layers_of_the_same_tokens_share_their_subset() -> None:
@@ -46,7 +57,7 @@ def test_layers_of_the_same_tokens_share_their_subset() -> None:
     step = plan([(2.0, 3, 20, 1), (1.0, 3, 20, 1)])
     partial = [layer for layer in range(LAYERS) if 0 < step.counts[layer] < step.tokens]
     assert len(partial) > 1
-    assert len({id(step.subset(layer)) for layer in partial}) == 1
+    assert len({id(step.parts(layer)[0][1]) for layer in partial}) == 1
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=4), st.booleans())

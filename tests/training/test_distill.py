@@ -124,6 +124,10 @@ def test_a_killed_run_ends_with_the_same_adapter(
     assert (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
+def kl_of(line: str) -> float:
+    return float(line.partition("KL ")[2].split()[0].strip(","))
+
+
 def test_training_comes_nearer_to_the_full_model(
     checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,16 +138,19 @@ def test_training_comes_nearer_to_the_full_model(
             weight.mul_(8 if weight.ndim == 2 else 1)  # else layers, and what they change, are next to nothing
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(distilling, "fit_bypasses", lambda adapter, batches: None)  # bypasses that do nothing
+    monkeypatch.setattr(distilling, "fit_bypasses", lambda *_, **__: None)  # bypasses that do nothing
     options = {"num_texts": 60, "max_new_tokens": 12, "speedups": "4", "max_steps": 25, "learning_rate": 1e-2}
     said: list[str] = []
-    (after,) = distill(tmp_path / "model", prompts, tmp_path / "out", said.append, **options)
+    asked = str(write_jsonl(tmp_path / "asked.jsonl", ({"prompt": text} for text in TEXTS)))
+    (after,) = distill(tmp_path / "model", prompts, tmp_path / "out", said.append, eval_prompts=asked, **options)
     assert said[0].startswith("this takes about ")
     assert "for 60 texts" in said[0]
     assert "for 25 steps" in said[0]
-    (before,) = [line for line in said if line.startswith("4x before training: KL ")]
-    assert after.kl < 0.9 * float(before.split()[4])
-    assert f"4x now: KL {after.kl:.3f}" in " ".join(said)
+    for name in ("held-out texts", asked):
+        (before,) = [line for line in said if line.startswith(f"4x before training, {name}: KL ")]
+        (now,) = [line for line in said if line.startswith(f"4x now, {name}: KL ")]
+        assert kl_of(now) < 0.9 * kl_of(before)
+    assert f"4x now, held-out texts: KL {after.kl:.3f}" in " ".join(said)
 
 
 def test_texts_are_kept_when_only_training_changes(
@@ -167,9 +174,8 @@ def test_a_chat_model_needs_no_prompts(checkpoint: Path, tmp_path: Path) -> None
     rows = [json.loads(line) for line in (tmp_path / "out" / "self_generated.jsonl").read_text().splitlines()]
     assert rows
     for row in rows:
-        (message,) = row["prompt"]
-        assert message["role"] == "user"
-        assert message["content"]
+        assert row["prompt"][-1]["role"] == "user"
+        assert all(message["content"] for message in row["prompt"])
 
 
 def test_a_model_in_bfloat16_teaches_an_adapter(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
@@ -206,13 +212,42 @@ def test_training_goes_on_from_an_adapter(trained: Path, checkpoint: Path, promp
         skipdecode.load(str(checkpoint), adapter=tmp_path / "two")
 
 
+def test_a_speed_is_added_to_an_adapter(trained: Path, prompts: Path, tmp_path: Path) -> None:
+    """In the adapter's order of layers, with a bypass fitted to texts; what the adapter has stays where it begins."""
+    start, before = read_adapter(trained), read_schedules(trained)
+    still: dict[str, Any] = {"max_steps": 1, "learning_rate": 1e-30, "max_new_tokens": 6}
+    distill(trained, prompts, tmp_path / "more", speedups="1.6,2,4", **still)
+    more, schedules = read_adapter(tmp_path / "more"), read_schedules(tmp_path / "more")
+    assert {speedup: schedules[speedup] for speedup in before} == before
+    assert {(each.order, each.warmup) for each in schedules.values()} == {(before[4.0].order, before[4.0].warmup)}
+    kept = more.state_dict()
+    assert all(torch.equal(kept[name], weight) for name, weight in start.state_dict().items())
+    (new,) = more.bypasses.keys() - start.bypasses.keys()
+    assert kept[f"bypasses.{new}.up"].count_nonzero()
+
+
+def test_lora_is_learned_on_top_of_an_adapter(trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """It begins where the adapter is, learns, and runs merged, so that a text needs no more modules."""
+    start = read_adapter(trained).state_dict()
+    distill(trained, prompts, tmp_path / "still", speedups=None, lora_rank=2, max_steps=1, learning_rate=1e-30)
+    still = read_adapter(tmp_path / "still")
+    assert all(torch.equal(still.state_dict()[name], start[name]) for name in start)
+    assert all(lora.lora_B.count_nonzero() == 0 for lora in still.loras.values())
+    distill(tmp_path / "still", prompts, tmp_path / "more", speedups=None)
+    more = read_adapter(tmp_path / "more")
+    assert more.loras.keys() == still.loras.keys()
+    assert any(lora.lora_B.count_nonzero() for lora in more.loras.values())
+    loaded, _ = skipdecode.load(tmp_path / "more")
+    held: Any = gates_of(loaded).adapter
+    assert held.private.keys() == more.loras.keys()
+
+
 def test_what_cannot_be_learned_is_told_before_a_model_is_loaded(
     trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Checkpoint, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     before = (trained / WEIGHTS).read_bytes()
     for model, output, options, error, said in (
-        (trained, tmp_path, {"speedups": "3"}, UsageError, "has no speed-up 3: it has 2, 4"),
         (checkpoint, tmp_path, {"speedups": "1.02,2"}, UsageError, "1.02x of 8 layers is all of them"),
         (checkpoint, tmp_path, {"adapter": str(tmp_path)}, FileError, "holds no adapter"),
         (trained, trained, {"speedups": None}, UsageError, "another run|another model|run with another"),

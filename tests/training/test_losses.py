@@ -54,6 +54,28 @@ def test_exits_are_those_of_the_models_cut_there(name: str) -> None:
     torch.testing.assert_close(loss(outputs, labels), torch.stack(parts).mean())
 
 
+def test_exits_learn_from_a_share_of_the_tokens() -> None:
+    """The same loss in expectation, of fewer logits."""
+    model = attach(build("llama"))
+    outputs, labels, _ = pass_of(model, output_hidden_states=True)
+    loss = ExitLoss(model, share=0.3)
+    rows: list[int] = []
+    reader = loss.reader
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(states))
+        return reader(states)
+
+    loss.reader = counted
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = torch.stack([loss(outputs, labels) for _ in range(400)])
+    whole = ExitLoss(model)(outputs, labels)
+    assert float(found.std()) > 0
+    assert abs(found.mean() - whole) < 4 * found.std() / 20
+    assert sum(rows) / len(rows) < 0.4 * int((labels[:, 1:] != -100).sum())
+
+
 def test_distillation_from_oneself_adds_nothing_at_1x() -> None:
     model = attach(build("llama"))
     outputs, labels, inputs = pass_of(model)

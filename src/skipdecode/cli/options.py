@@ -18,6 +18,7 @@ Task = Annotated[
     Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"], Option(help="Prompt format of a data set; jsonl takes any rows.")
 ]
 PromptLayers = Annotated[str | None, Option(help="Layers of the prompt: a number, or max for the first step's.")]
+LoRARank = Annotated[int, Option(min=0, help="Rank of LoRA on layers that run above skipped ones; 0: none.")]
 Rank = Annotated[int, Option(min=1, help="Rank of low-rank bypasses and bottlenecks.")]
 
 # --- data

@@ -21,6 +21,9 @@ def serve(
     speedups: o.Speedups = None,
     speedup: o.Speedup = None,
     prompt_layers: o.PromptLayers = None,
+    check: Annotated[
+        bool | None, Option("--check", help="Compare with the plain model before serving; on GPUs always.")
+    ] = None,
     load_speedup: Annotated[
         float | None, Option(help="Speed under load, of requests that name none.", rich_help_panel=LOAD)
     ] = None,

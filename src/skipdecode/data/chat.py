@@ -131,14 +131,16 @@ def _check_fields(
                 raise ModelError(f"the chat template leaves out {name!r} of message {number}")
 
 
-def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the chat template writes before a user's first message, and what ends that message.
+def around_message(tokenizer: PreTrainedTokenizerBase, role: str = "user", chat: Chat = ()) -> tuple[str, str]:
+    """What the chat template writes before the next message of a conversation, and what ends that message.
 
     Raises ModelError if the template takes no such message, or does not show where it ends.
     """
-    before, _, rest = _apply(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
-    if not (after := rest.strip()):
-        raise ModelError("the chat template does not show where a user's message ends: give --prompts FILE")
+    text = _apply(tokenizer, [*as_json(chat), {"role": role, "content": MARK}])
+    before, _, rest = text.partition(MARK)
+    after = rest.strip()
+    if not after:
+        raise ModelError(f"the chat template does not show where a {role} message ends: give --prompts FILE")
     return before, after
 
 

@@ -27,7 +27,7 @@ class Divergence:
 
     kl: float  #: Mean KL divergence from the full model, in nats per token.
     top1: float  #: Share of positions with the full model's most likely token, 0 to 1.
-    interval: tuple[float, float] | None = None  #: 95%, of ``kl``, by bootstrap over the texts; None for a single one.
+    interval: tuple[float, float] | None = None  #: 95%, of ``kl``, by bootstrap over ten texts or more.
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def divergence(
     result = []
     for text_sums, same in zip(np.array(sums), agreeing, strict=True):
         low, high = np.percentile(samples @ text_sums[measured] / (samples @ sizes[measured]), (2.5, 97.5))
-        interval = (float(low), float(high)) if samples.shape[1] > 1 else None
+        interval = (float(low), float(high)) if samples.shape[1] >= 10 else None
         result.append(Divergence(float(text_sums.sum() / sizes.sum()), same / int(sizes.sum()), interval))
     return result
 

@@ -23,6 +23,7 @@ from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
 from ..model.config import bind
 from ..model.inspect import decoder_layers, gates_of, text_config
+from ..model.lora import LoRA
 from ..schedule import Schedule
 
 #: Logits count as equal up to this relative error, or up to TIMES_STOCK times the stock model's own error between
@@ -104,7 +105,7 @@ class _Subject:
         with self.stock() as adapter:
             model, adapter = deepcopy((self.model, adapter))
         if adapter is not None:
-            adapter.double()
+            adapter.double().private.clear()
         return _Subject(attach(model.double(), adapter=adapter), self.schedule)
 
     def skip_cache(self) -> SkipCache:
@@ -282,8 +283,17 @@ def discarding_skipped(
         mixed = torch.cat([computed.narrow(axis, 0, kept), rest], dim=axis)
         return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
+    def add_lora(lora: LoRA, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        width = args[0].shape[:-1].numel() // len(text)
+        change = lora(args[0]).view(len(text), width, -1)
+        skips = torch.arange(text.shape[1] - width, text.shape[1], device=change.device) >= min(counts)
+        return output + (change * skips[:, None]).view(output.shape)
+
     hooks: list[Any] = []
-    for index, layer in enumerate(decoder_layers(model)):
+    layers = decoder_layers(model)
+    for name, lora in () if adapter is None else adapter.loras.items():
+        hooks.append(layers.get_submodule(name).register_forward_hook(partial(add_lora, lora)))
+    for index, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(partial(apply_adapter, index), with_kwargs=True))
         hooks.append(layer.register_forward_hook(partial(discard, index), with_kwargs=True))
     try:

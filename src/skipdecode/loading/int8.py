@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, UsageError
 from ..model.inspect import decoder_layers
+from ..model.lora import is_linear
 
 #: Zero point of int8 inputs: oneDNN's fast kernels take unsigned ones.
 ZERO = 128
@@ -76,30 +77,32 @@ def linear_class(quantization: str | None, prepack: bool, device: str) -> Any:
     return Int8Linear if quantization else PackedLinear if prepack else None
 
 
-def optimize(model: PreTrainedModel, quantization: str | None = None, prepack: bool = False) -> PreTrainedModel:
+def optimize(
+    model: PreTrainedModel,
+    quantization: str | None = None,
+    prepack: bool = False,
+    private: dict[str, nn.Module] | None = None,
+) -> PreTrainedModel:
     """Make decoding on a CPU faster at any depth, in place, and return the model. Call it before ``attach``.
 
-    Linear modules of the decoder layers and the LM head are replaced one by one, so that one weight at most is in
-    memory twice. Without options, only the head's 16-bit inputs are made contiguous.
+    Linear modules of the decoder layers, an adapter's ``private`` ones, and the LM head are replaced one by one, so
+    that one weight at most is in memory twice. Without options, only the head's 16-bit inputs are made contiguous.
     """
     kind = linear_class(quantization, prepack, str(model.device))
     if kind is not None:
         modules = decoder_layers(model).modules()
-        places = [(parent, name) for parent in modules for name, part in parent.named_children() if _is_linear(part)]
+        places = [(parent, name) for parent in modules for name, part in parent.named_children() if is_linear(part)]
         for parent, name in places:
             setattr(parent, name, _replacement(getattr(parent, name), kind))
-        if _is_linear(model.get_output_embeddings()):
+        if private is not None:
+            private.update({name: _replacement(module, kind) for name, module in private.items()})
+        if is_linear(model.get_output_embeddings()):
             model.set_output_embeddings(_replacement(model.get_output_embeddings(), kind))
         model.requires_grad_(False)
         model.save_pretrained = _refuse_to_save
     if (head := model.get_output_embeddings()) is not None:
         head.register_forward_pre_hook(_contiguous)
     return model
-
-
-def _is_linear(module: nn.Module | None) -> bool:
-    """Whether a module is torch's linear module or GPT-2's, and no subclass, which may do more."""
-    return type(module) in (nn.Linear, Conv1D)
 
 
 def _replacement(module: Any, kind: Any) -> nn.Module:

@@ -25,7 +25,14 @@ from transformers import (
 from transformers.utils import is_accelerate_available, is_gguf_available
 
 from ..errors import FileError, MissingExtra, ModelError, UnsupportedModel, UsageError
-from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
+from ..model.adapter import (
+    is_adapter,
+    load_adapter,
+    locate_adapter,
+    read_about,
+    read_generation_config,
+    read_schedules,
+)
 from ..model.attach import attach
 from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, set_entry
 from ..schedule import Schedule, choose_schedule
@@ -88,7 +95,16 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """transformers' GenerationConfig that the model generates with unless the user says otherwise."""
+        """transformers' GenerationConfig that the model generates with unless the user says otherwise.
+
+        Values of an adapter's own file come before the model's.
+        """
+        config = self._base_generation_config()
+        if self.adapter is not None:
+            config.update(**read_generation_config(self.adapter))
+        return config
+
+    def _base_generation_config(self) -> GenerationConfig:
         config = own = GenerationConfig.from_model_config(self.config)
         if self.gguf_file is None:
             try:
@@ -176,7 +192,9 @@ class Checkpoint:
         if self.adapter is not None:  # compared with the model's weights before these are replaced
             files = None if self.gguf_file else lambda: self.folder
             adapter = load_adapter(self.adapter, model, files).to(dtype=model.dtype)
-        return attach(optimize(model, quantization, prepack), adapter=adapter)
+            adapter.merge(model)
+        model = optimize(model, quantization, prepack, None if adapter is None else adapter.private)
+        return attach(model, adapter=adapter)
 
     def _offload_options(self, offload: str | Offload, dtype: str | torch.dtype, device: str) -> dict[str, Any]:
         if self.gguf_file is not None:

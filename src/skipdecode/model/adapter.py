@@ -6,6 +6,7 @@ An adapter changes only positions that skip layers: the full model, and a prompt
 from __future__ import annotations
 
 import json
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,13 +25,19 @@ from ..errors import FileError, ModelError, UntrainedWarning
 from ..files import read_json, write
 from ..schedule import Schedule, SkippedSpan, skipped_spans
 from .config import parse_schedules, speedup_key
+from .inspect import decoder_layers
+from .lora import LoRA, linear_modules
+
+logger = logging.getLogger(__name__)
 
 #: A bottleneck stands before every fourth layer: few wide ones cost a step less than many narrow ones.
 BOTTLENECK_INTERVAL = 4
 #: Files of an adapter's folder; the last, the texts that it was trained on, is not published.
 ABOUT, WEIGHTS, TEXTS = "skipdecode_adapter.json", "adapter.safetensors", "self_generated.jsonl"
-#: Version of the folder's format: grows when an adapter's modules change.
-FORMAT = 2
+#: An optional file of an adapter's folder: how its speeds sample where the user does not say.
+GENERATION = "generation_config.json"
+#: Versions of the folder's format: without and with LoRA.
+FORMATS = 2, 3
 #: Values of each weight of the base model that are kept with the adapter, under names that begin so.
 SAMPLED, SAMPLE = 256, "base_model_sample."
 #: Most distance of a weight from the base model's, as a share of that. Up to there KL from the full model grows by less
@@ -81,15 +88,29 @@ class Bottleneck(LowRank):
 
 
 class Adapter(nn.Module):
-    """The low-rank bypasses and bottlenecks of one model, for one speed-up or several.
+    """The low-rank bypasses, bottlenecks and LoRA of one model, for one speed-up or several.
 
     Args:
         size: width of the hidden states.
         rank: of each bypass and bottleneck, at most ``size``.
         schedules: by target speed-up, each bound to the model (:func:`~skipdecode.model.config.bind`).
+        linears: (inputs, outputs) of the linear modules of the layers, as :func:`~skipdecode.model.lora.linear_sizes`
+            gives them. Those of layers that run above skipped ones get LoRA.
+        lora_rank: of each LoRA; 0: none.
+
+    Attributes:
+        loras: LoRA by the name of the linear module that it changes, like ``15.self_attn.q_proj``.
+        private: by name, linear modules with a merged LoRA (:meth:`merge`); others add theirs to the output.
     """
 
-    def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
+    def __init__(
+        self,
+        size: int,
+        rank: int,
+        schedules: Mapping[float, Schedule],
+        linears: Mapping[str, tuple[int, int]] | None = None,
+        lora_rank: int = 0,
+    ) -> None:
         super().__init__()
         self.size = size
         self.rank = min(rank, size)
@@ -97,14 +118,36 @@ class Adapter(nn.Module):
         self.num_layers = next(iter(schedules.values())).num_layers
         spans: set[SkippedSpan] = set()
         corrected: set[int] = set()
+        above: set[int] = set()
         for schedule in schedules.values():
             for layers in schedule.prompt_layer_sets | schedule.step_layer_sets:
-                spans.update(skipped_spans(layers, self.num_layers))
-                if len(layers) < self.num_layers:
+                own = skipped_spans(layers, self.num_layers)
+                spans.update(own)
+                if own:
                     corrected.update(layer for layer in layers if (layer + 1) % BOTTLENECK_INTERVAL == 0)
+                    above.update(layer for layer in layers if layer > own[0].start)
         self.bypasses = nn.ModuleDict({str(span): LowRankBypass(size, self.rank) for span in sorted(spans)})
         self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(corrected)})
         self._acts_before = corrected.union(span.start for span in spans)
+        chosen = {name: sizes for name, sizes in (linears or {}).items() if _layer(name) in above and lora_rank}
+        self.lora_rank = lora_rank
+        self.loras = {name: LoRA(*sizes, lora_rank) for name, sizes in sorted(chosen.items())}
+        self.lora = nn.ModuleDict({name.replace(".", "/"): lora for name, lora in self.loras.items()})
+        self.private: dict[str, nn.Module] = {}
+
+    def merge(self, model: nn.Module) -> None:
+        """Make private copies of those linear modules that have LoRA, so that it takes no time; they take memory.
+
+        Modules whose weights are offloaded, or are not plain numbers, add their LoRA to the output instead.
+        """
+        linears: Mapping[str, Any] = linear_modules(model)
+        found = {name: linears[name] for name in self.loras if name in linears and not linears[name].weight.is_meta}
+        if found:
+            size = sum(module.weight.nbytes for module in found.values())
+            logger.warning(
+                "LoRA is merged into copies of %d linear modules: %.1f MB more memory", len(found), size / 1e6
+            )
+        self.private = {name: self.loras[name].merged(module) for name, module in found.items()}
 
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:
         """Input of a layer, changed at the positions that skip layers and run this one or enter a skipped span here.
@@ -144,7 +187,17 @@ class Adapter(nn.Module):
     def flops(self, layers: Sequence[int]) -> int:
         """FLOPs at one position that runs ``layers``, which are in network order."""
         matrices = [weight for module in self.changes(layers).values() for weight in (module.down, module.up)]
+        if len(layers) < self.num_layers:
+            unmerged = (
+                each for name, each in self.loras.items() if _layer(name) in layers and name not in self.private
+            )
+            matrices += [weight for lora in unmerged for weight in lora.parameters()]
         return sum(2 * weight.numel() for weight in matrices)
+
+
+def _layer(name: str) -> int:
+    """Index of the layer of a linear module."""
+    return int(name.partition(".")[0])
 
 
 def _running(counts: Sequence[int], position: int) -> list[int]:
@@ -162,14 +215,22 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = {
-        "skipdecode_adapter": FORMAT,
+        "skipdecode_adapter": FORMATS[bool(adapter.loras)],
         "base_model": base,
         "rank": adapter.rank,
+        "lora_rank": adapter.lora_rank,
         "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
     }
     dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
-    # ``stand_ins`` is the format's name of bypasses.
-    named = {name.replace("bypasses.", "stand_ins."): each for name, each in adapter.state_dict().items()}
+    # ``stand_ins`` is the format's name of bypasses; LoRA has PEFT's names.
+    parts = {name: each for name, each in adapter.state_dict().items() if not name.startswith("lora.")}
+    named = {name.replace("bypasses.", "stand_ins."): each for name, each in parts.items()}
+    if adapter.loras:
+        stack = decoder_layers(model)
+        layers = next(name for name, module in model.named_modules() if module is stack)
+        for name, lora in adapter.loras.items():
+            matrices = lora.state_dict().items()
+            named |= {f"base_model.model.{layers}.{name}.{part}.weight": each for part, each in matrices}
     weights = {name: each.to("cpu", dtype).contiguous() for name, each in named.items()}
     samples = {SAMPLE + name: sample(weight) for name, weight in model.named_parameters()}
     write(folder / WEIGHTS, save(weights | samples))
@@ -184,7 +245,7 @@ def locate_adapter(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_name, allow_patterns=[ABOUT, WEIGHTS]))
+        return Path(snapshot_download(hub_name, allow_patterns=[ABOUT, WEIGHTS, GENERATION]))
     except (OSError, ValueError) as error:
         raise FileError(f"{name} is neither a folder nor a Hub repository: {str(error).splitlines()[0]}") from error
 
@@ -199,7 +260,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not is_adapter(folder):
         raise FileError(f"{folder} holds no adapter: there is no {ABOUT}")
     about = read_json(folder / ABOUT)
-    if not isinstance(about, dict) or "base_model" not in about or about.get("skipdecode_adapter") != FORMAT:
+    if not isinstance(about, dict) or "base_model" not in about or about.get("skipdecode_adapter") not in FORMATS:
         raise FileError(f"{folder / ABOUT} was written by another version of skipdecode, or is damaged")
     return about
 
@@ -209,14 +270,29 @@ def read_schedules(folder: Path) -> dict[float, Schedule]:
     return parse_schedules(read_about(folder), str(folder / ABOUT))
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Values of transformers' GenerationConfig that an adapter's folder has, such as its sampling; {} if none."""
+    file = folder / GENERATION
+    return read_json(file) if file.is_file() else {}
+
+
 def read_adapter(folder: Path) -> Adapter:
     """Adapter of a folder, whatever the model. Raises FileError if it is missing or damaged."""
     about = read_about(folder)
     try:
         named = {name: each for name, each in load_file(folder / WEIGHTS).items() if not name.startswith(SAMPLE)}
-        weights = {name.replace("stand_ins.", "bypasses."): each for name, each in named.items()}
+        weights: dict[str, Tensor] = {}
+        loras: dict[str, dict[str, Tensor]] = {}
+        for name, each in named.items():
+            if lora := re.fullmatch(r".*?\b(\d+\..+)\.(lora_[AB])\.weight", name):
+                loras.setdefault(lora[1], {})[lora[2]] = each
+            else:
+                weights[name.replace("stand_ins.", "bypasses.")] = each
         size = next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
-        adapter = Adapter(size, about["rank"], read_schedules(folder))
+        sizes = {name: (parts["lora_A"].shape[1], parts["lora_B"].shape[0]) for name, parts in loras.items()}
+        adapter = Adapter(size, about["rank"], read_schedules(folder), sizes, about.get("lora_rank", 0))
+        for name, parts in loras.items():
+            weights |= {f"lora.{name.replace('.', '/')}.{part}": each for part, each in parts.items()}
         adapter.load_state_dict(weights)
     except (SafetensorError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {error}") from error
@@ -234,7 +310,7 @@ def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | Non
         for name, weight in model.named_parameters()
         if weight.dtype in (torch.float32, torch.bfloat16) and not weight.is_meta
     }
-    if files is not None and _samples(folder).keys() - comparable.keys():
+    if files is not None and read_samples(folder).keys() - comparable.keys():
         check_base_files(folder, files())
     else:
         _check_base(folder, comparable.items())
@@ -251,7 +327,7 @@ def _check_base(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, weight in weights:
         here.setdefault(_place(name), []).append(sample(weight).float())
     distances = []
-    for name, kept in (samples := _samples(folder)).items():
+    for name, kept in (samples := read_samples(folder)).items():
         others = [other for other in here.get(_place(name), ()) if len(other) == len(kept)]
         if _place(name) in here:
             moved = min((float((other - kept).norm()) for other in others), default=inf)
@@ -272,8 +348,8 @@ def _check_base(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         warnings.warn(f"the adapter in {folder} was trained on {base}: {reason}. {advice}", UntrainedWarning, 2)
 
 
-def _samples(folder: Path) -> dict[str, Tensor]:
-    """Samples of the base model's weights, in float32."""
+def read_samples(folder: Path) -> dict[str, Tensor]:
+    """Samples of the base model's weights by name, in float32. Raises FileError if the adapter is damaged."""
     try:
         tensors = load_file(folder / WEIGHTS).items()
     except (SafetensorError, OSError) as error:

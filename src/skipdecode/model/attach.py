@@ -16,6 +16,7 @@ from .config import bind, config_schedules, warn_untrained
 from .gate import (
     Gate,
     Gates,
+    LinearGate,
     PatchedForward,
     PatchedGenerate,
     PatchedPrepareInputs,
@@ -68,6 +69,7 @@ def attach(
     gates = gates or Gates(model.config)
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
+        adapter.merge(model)
     if schedule is not None and speedup is not None:
         raise UsageError("give one of schedule and speedup")
     if schedule is not None or speedup is not None:
@@ -97,7 +99,11 @@ def put_adapter(model: nn.Module, adapter: Adapter | None) -> None:
     device = next(model.parameters()).device
     if adapter is not None and device.type != "meta":  # else accelerate brings the weights for each pass
         adapter.to(device)
-    gates_of(model).adapter = adapter
+    gates = gates_of(model)
+    gates.adapter = adapter
+    layers = decoder_layers(model)
+    for name in () if adapter is None else adapter.loras:
+        put(LinearGate, layers.get_submodule(name), "forward", gates, name)
 
 
 def detach(model: Model) -> Model:

@@ -42,6 +42,8 @@ class Gates:
         self.schedule: Schedule | None = None
         #: The current :class:`~skipdecode.model.attach.TeacherForcedPass`.
         self.forced: Any = None
+        #: In a layer that runs: (first position that skips layers, positions, rows of positions), if there is one.
+        self.skipping: tuple[int, int, int] | None = None
         #: The cache that the next forward pass must carry.
         self.expected: weakref.ref[SkipCache] | None = None
         #: Number of values that a layer returns in a tuple, 0 if it returns a tensor; None until one has run.
@@ -51,7 +53,7 @@ class Gates:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model gets all but the pass that is running.
-        return vars(self) | {"forced": None, "expected": None, "extra_state": None}
+        return vars(self) | {"forced": None, "skipping": None, "expected": None, "extra_state": None}
 
     def learn_output(self, output: Any) -> None:
         """Remember, from one layer's output, what layers of this model return."""
@@ -152,7 +154,12 @@ class Gate(Patch):
             return gates.like_output(hidden)
         if count < width:
             args, kwargs = PositionSlice(width, count, keys, gates.axis).of_call(self.original, args, kwargs)
-        output = self.original(*args, **kwargs)
+        if min(counts) < count:
+            gates.skipping = min(counts), count, hidden.shape[gates.axis - 1]
+        try:
+            output = self.original(*args, **kwargs)
+        finally:
+            gates.skipping = None
         if cache is not None:
             cache.end_layer(self.index)
         gates.learn_output(output)
@@ -169,6 +176,31 @@ class Gate(Patch):
         kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
         with torch.no_grad(), torch.random.fork_rng():
             self.gates.learn_output(self.original(*args, **kwargs))
+
+
+class LinearGate(Patch):
+    """Replacement of the ``forward`` of a linear module in a layer, whose LoRA acts at positions that skip layers."""
+
+    def __init__(self, module: nn.Module, name: str, gates: Gates, linear: str) -> None:
+        super().__init__(module, name, gates)
+        self.linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Output of the linear module, which positions that skip layers get from the private copy, if there is one."""
+        skipping, adapter = self.gates.skipping, self.gates.adapter
+        if skipping is None or adapter is None or (lora := adapter.loras.get(self.linear)) is None:
+            return self.original(x)
+        start, positions, rows = skipping
+        if start == 0:
+            private = adapter.private.get(self.linear)
+            return self.original(x) + lora(x) if private is None else private(x)
+        if x.shape[:-1].numel() != rows * positions:
+            raise UnsupportedModel(f"{self.linear} gets other positions than its layer: LoRA cannot tell which skip")
+        y = self.original(x)
+        # Some models put all rows' positions in one axis.
+        parts, changed = (each.reshape(rows, positions, -1) for each in (x, y))
+        change = lora(parts[:, start:])
+        return torch.cat([changed[:, :start], changed[:, start:] + change], dim=1).view(y.shape)
 
 
 class PatchedForward(Patch):

@@ -114,7 +114,7 @@ class DecodeGraphs:
     ) -> Any:
         plan = self.runner.skip_step
         layer_set = 0 if plan is None else plan.uniform
-        if layer_set is None:
+        if layer_set is None or self.runner.skip_context.recorded is not None:
             return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
         return original(num_reqs, num_tokens, uniform, num_active_loras=layer_set, **kwargs)
 

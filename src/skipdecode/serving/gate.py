@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModel
 from .steps import StepPlan, TokenSubset
 
+#: Attribute of a decoder layer that holds its private copy.
+PRIVATE = "skipdecode_private"
+
 #: Makes a context within which attention sees only the tokens of a subset; it yields their indices, on the device.
 SubsetAttention = Callable[[TokenSubset], AbstractContextManager[Tensor]]
 
@@ -27,6 +30,7 @@ class StepContext:
     Attributes:
         adds_residual: whether the input of a layer that takes a residual is the sum of hidden states and residual.
         layers: a CompiledLayers, which runs layers; None: they run as plain Python.
+        recorded: of each layer's outputs, (layer, norms of the hidden states); None: nothing is recorded.
         full_tokens, run_tokens: layer-tokens since the start, of the full model and those that ran. A layer-token is
             one token in one layer.
     """
@@ -36,6 +40,7 @@ class StepContext:
         self.attention: SubsetAttention | None = None
         self.adds_residual = True
         self.layers: Any = None
+        self.recorded: list[tuple[int, list[float]]] | None = None
         self.reset_counters()
 
     @contextmanager
@@ -75,6 +80,8 @@ class Gate:
 
     def __init__(self, layer: nn.Module, context: StepContext, index: int) -> None:
         self.original: Callable[..., Any] = layer.forward
+        #: Copy of the layer that runs for tokens that skip other layers; None: the layer itself does.
+        self.private: nn.Module | None = getattr(layer, PRIVATE, None)
         self.context = context
         self.index = index
         self.__signature__ = inspect.signature(self.original)
@@ -91,31 +98,45 @@ class Gate:
         kwargs |= dict(zip(self.names, args, strict=False))
         for module, places in plan.adapter_modules(self.index):
             self._change(module, places, kwargs)
-        hidden = kwargs[self.hidden]
-        residual = kwargs.get("residual")
-        count = plan.counts[self.index]
-        if count == 0:
-            return (hidden, residual) if self.has_residual else hidden
         if not plan.is_full:
-            context.run_tokens += count
-        if count == plan.tokens:
-            output = context.run(self.original, count, **kwargs)
+            context.run_tokens += plan.counts[self.index]
+        for private, subset in plan.parts(self.index, self.private is not None):
+            forward = self.private.forward if private and self.private is not None else self.original
+            self._run(forward, subset, plan, kwargs)
+        if context.recorded is not None:
+            hidden, residual = kwargs[self.hidden], kwargs.get("residual") if context.adds_residual else None
+            norms = (hidden if residual is None else hidden + residual).float().norm(dim=-1)
+            context.recorded.append((self.index, norms.flatten().tolist()))
+        return (kwargs[self.hidden], kwargs.get("residual")) if self.has_residual else kwargs[self.hidden]
+
+    def _run(self, forward: Callable[..., Any], subset: TokenSubset | None, plan: StepPlan, kwargs: Any) -> None:
+        """Replace hidden states and residual in ``kwargs`` by a layer's output, for the tokens of a subset."""
+        context = self.context
+        if subset is None:
+            output = context.run(forward, plan.tokens, **kwargs)
             assert self.has_residual or isinstance(output, Tensor), "a layer that returns more than hidden states"
-            return output
+            if self.has_residual:
+                kwargs[self.hidden], kwargs["residual"] = output
+            else:
+                kwargs[self.hidden] = output
+            return
         assert context.attention is not None
-        with context.attention(plan.subset(self.index)) as tokens:
-            output = context.run(self.original, count, **select(kwargs, tokens, plan.tokens))
+        with context.attention(subset) as tokens:
+            output = context.run(forward, len(tokens), **select(kwargs, tokens, plan.tokens))
+        hidden, residual = kwargs[self.hidden], kwargs.get("residual")
         axis = hidden.ndim - 2
         if not self.has_residual:
-            return hidden.index_copy(axis, tokens, output)
+            kwargs[self.hidden] = hidden.index_copy(axis, tokens, output)
+            return
         ran, ran_residual = output
-        after = hidden.index_copy(axis, tokens, ran)
+        kwargs[self.hidden] = hidden.index_copy(axis, tokens, ran)
         if ran_residual is None:  # model families that add the residual inside the layer
-            return after, None
+            kwargs["residual"] = None
+            return
         if residual is None:
             # The first layer turns its input into the residual; a token that skips it has all of its state in hidden.
             residual = torch.zeros_like(hidden)
-        return after, residual.index_copy(axis, tokens, ran_residual)
+        kwargs["residual"] = residual.index_copy(axis, tokens, ran_residual)
 
     def _change(self, module: nn.Module, places: Any, kwargs: dict[str, Any]) -> None:
         """Change hidden states by an adapter's module; a residual that is a part of them becomes 0."""

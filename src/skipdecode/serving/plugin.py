@@ -5,44 +5,55 @@ Each patch calls the original, and does nothing else for a model without schedul
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, UnsupportedModel
 from .patch import patch
 from .requests import assign_speedup, bad_request, block_keys
-from .settings import is_tested, prepare_config, serving_of
+from .self_check import check_engine, check_server, is_needed
+from .settings import TESTED, prepare_config, serving_of
 
 
 def register() -> None:
-    """Patch vLLM, once per process. A release that is not supported refuses models with schedules only."""
-    import vllm
+    """Patch vLLM, once per process. A release that cannot be patched refuses models with schedules only."""
     from vllm.platforms import current_platform
 
-    patch(current_platform, "check_and_update_config", _check_config)
-    if not is_tested(vllm.__version__):
-        return
+    missing: Exception | None = None
+    try:
+        _patch_engine()
+    except (ImportError, AttributeError) as error:  # another release
+        missing = error
+    patch(current_platform, "check_and_update_config", partial(_check_config, missing=missing))
+
+
+def _patch_engine() -> None:
     from vllm.v1.core import block_pool, kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     patch(WorkerWrapperBase, "init_device", _init_device)
     patch(InputProcessor, "process_inputs", _process_inputs)
     patch(AsyncLLM, "__init__", _init_async_llm)
+    patch(LLMEngine, "__init__", _init_llm_engine)
     for module in (kv_cache_utils, block_pool):
         patch(module, "generate_block_hash_extra_keys", _block_hash_extra_keys)
     patch(KVCacheManager, "__init__", _init_manager)
 
 
-def _check_config(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def _check_config(original: Any, vllm_config: Any, *args: Any, missing: Exception | None = None, **kwargs: Any) -> None:
     """Refuse options that are not exact, and choose CUDA graphs."""
     import vllm
 
     original(vllm_config, *args, **kwargs)
     serving = serving_of(vllm_config)
     if serving is not None:
-        prepare_config(vllm_config, serving, vllm.__version__)
+        if missing is not None:
+            raise UnsupportedModel(f"skipdecode: vLLM {vllm.__version__} is not {TESTED}, and lacks a part: {missing}")
+        prepare_config(vllm_config, serving)
 
 
 def _init_device(original: Any, wrapper: Any) -> None:
@@ -77,6 +88,8 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
     serving = serving_of(vllm_config)
     if serving is None:
         return original(self, vllm_config, *args, **kwargs)
+    import vllm
+
     from .metrics import RequestMetrics, token_times
 
     metrics = RequestMetrics(serving, vllm_config.model_config.served_model_name)
@@ -84,6 +97,20 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
         kwargs["stat_loggers"] = [*(kwargs.get("stat_loggers") or ()), token_times(metrics.load)]
     original(self, vllm_config, *args, **kwargs)
     metrics.follow(self)
+    if is_needed(vllm_config, serving, vllm.__version__):
+        from vllm.entrypoints.launchers.api_server import entry
+
+        patch(entry, "init_app_state", check_server)
+
+
+def _init_llm_engine(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Check an engine without a server."""
+    import vllm
+
+    original(self, vllm_config, *args, **kwargs)
+    serving = serving_of(vllm_config)
+    if serving is not None and is_needed(vllm_config, serving, vllm.__version__):
+        check_engine(self, serving)
 
 
 def _block_hash_extra_keys(original: Any, request: Any, start: int, end: int, start_mm_idx: int) -> Any:

@@ -20,12 +20,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files, read_adapter
+from ..model.adapter import check_base_files, read_adapter, read_samples
 from .attention import RunnerInputs, subset_attention
 from .compile import CompiledLayers, DecodeGraphs
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
 from .patch import patch
+from .private import with_private_layers
 from .requests import speedup_of
 from .settings import Serving
 from .steps import DepthTable, DepthTables, StepPlan
@@ -52,6 +53,7 @@ def adapt(worker: Any, serving: Serving) -> None:
 
     patch(worker, "compile_or_warm_up_model", warm_up)
     worker.skipdecode_layers = runner.layer_tokens
+    worker.skipdecode_record = runner.record
 
 
 def disable_graphs(context: ForwardContext) -> None:
@@ -68,14 +70,16 @@ class SkipRunner(Runner):
     skip_serving: Serving
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
         serving = self.skip_serving
-        adapter = None
-        sums = True
+        adapter, samples, sums = None, {}, True
         if serving.adapter is not None:
             checkpoint = Checkpoint.resolve(self.model_config.model, revision=self.model_config.revision)
             check_base_files(serving.adapter, checkpoint.folder)
             adapter = read_adapter(serving.adapter).to(self.device, self.model_config.dtype).requires_grad_(False)
+            samples = read_samples(serving.adapter)
+        with with_private_layers(adapter, samples, serving.num_layers):
+            super().load_model(*args, **kwargs)
+        if adapter is not None:
             last = decoder_layers(self.model, serving.num_layers)[-1]
             sums = adds_residual(last, self.vllm_config, self.device)
         self.skip_tables = DepthTables(serving.schedules, adapter)
@@ -106,6 +110,12 @@ class SkipRunner(Runner):
     def layer_tokens(self) -> dict[str, int]:
         """Layer-tokens since the start, of the full model and those that ran."""
         return {"full": self.skip_context.full_tokens, "run": self.skip_context.run_tokens}
+
+    def record(self, begin: bool) -> list[tuple[int, list[float]]]:
+        """Begin to record norms of hidden states, or give them and end; meanwhile no step runs from a graph."""
+        found = self.skip_context.recorded or []
+        self.skip_context.recorded = [] if begin else None
+        return found
 
     def compile_layers(self) -> None:
         """If vLLM compiles the model, compile the layers for steps that skip, in a dry run of each; else warn."""

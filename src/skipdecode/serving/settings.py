@@ -21,15 +21,12 @@ from .steps import DepthTable
 
 #: The release of vLLM that all tests ran with.
 TESTED = "0.32.0"
-#: Environment variables that allow other releases, and GPUs.
-ALLOW_RELEASE = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
-ALLOW_GPU = "SKIPDECODE_ALLOW_UNTRIED_GPU"
 #: vLLM's workers whose model runners can be adapted.
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 
 LIMITS = ("load_waiting", "load_token_ms")
-OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "adapter", "load_speedup", *LIMITS)
+OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "adapter", "check", "load_speedup", *LIMITS)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 #: Most buckets of layers, since each bucket's block table costs host time in every step.
@@ -56,6 +53,8 @@ class Serving:
             - ``prompt_layers``: most layers that a prompt runs: a number, or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``adapter``: folder of an adapter, whose schedules take the place of the config's.
+            - ``check``: whether the engine is compared with its plain model before it serves, as it is on GPUs and on
+              releases of vLLM that were not tested.
             - ``load_speedup``, ``load_waiting``, ``load_token_ms``: arguments of the load policy.
 
     Attributes:
@@ -78,6 +77,7 @@ class Serving:
             )
         self.num_layers = num_layers(config)
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
+        self.check = bool(options.get("check"))
         trained = config_schedules(config) if self.adapter is None else read_schedules(self.adapter)
         if "schedule" in options:
             schedule = Schedule.from_dict(options["schedule"])
@@ -164,33 +164,17 @@ def serving_of(vllm_config: Any) -> Serving | None:
     return None if options is None and not getattr(config, CONFIG_KEY, None) else Serving(config, options)
 
 
-def is_tested(release: str) -> bool:
-    """Whether a release of vLLM was tested, or is allowed all the same."""
-    return release.split("+")[0] == TESTED or bool(os.environ.get(ALLOW_RELEASE))
-
-
-def require_tested(release: str) -> None:
-    """Raise UnsupportedModel if a release of vLLM was not tested."""
-    if not is_tested(release):
-        raise UnsupportedModel(
-            f"skipdecode: vLLM {release} was not tested, only {TESTED}: install that one, or set {ALLOW_RELEASE}=1"
-        )
-
-
-def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
+def prepare_config(vllm_config: Any, serving: Serving) -> None:
     """Check a config of vLLM, and choose its CUDA graphs. Raises UnsupportedModel if texts would be others."""
-    require_tested(release)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     worker = parallel.worker_cls
-    is_untried = worker == GPU_WORKER and not os.environ.get(ALLOW_GPU)
     has_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
     mode = getattr(vllm_config.compilation_config.mode, "name", "")
     contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     stores = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     refusals = {
         f"vLLM's worker {worker} is unknown: run on a CPU or a CUDA GPU": worker not in (CPU_WORKER, GPU_WORKER),
-        f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself": is_untried,
         "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND": has_rust,
         "stock torch.compile would keep the depth of its first step": mode == "STOCK_TORCH_COMPILE",
         "speculative decoding verifies at several depths": vllm_config.speculative_config is not None,

@@ -123,13 +123,13 @@ class DepthTables:
 
 @dataclass(frozen=True)
 class TokenSubset:
-    """Tokens of a step that a layer runs, if it runs some but not all.
+    """Tokens of a step that run a layer together, if they are not all.
 
     Attributes:
         tokens: (tokens,), their indices in the step.
         requests: (requests,), indices of the requests that have such tokens.
-        counts: (requests,), how many of each one's tokens run: the first ones, as depths never increase.
-        dropped: (requests,), how many do not run.
+        counts: (requests,), how many of each one's tokens there are; they are contiguous.
+        dropped: (requests,), how many come after them.
     """
 
     tokens: Whole
@@ -162,16 +162,32 @@ class StepPlan:
         self.tokens = len(self.runs)
         self.counts: list[int] = self.runs.sum(axis=0).tolist()
         self.is_full = self.uniform == 0
+        self._skips: Flags = np.logical_not(self.runs.all(axis=1))
 
-    def subset(self, layer: int) -> TokenSubset:
-        """Tokens that run a layer. Layers that run the same tokens share one object."""
-        column = self.runs[:, layer]
-        key = column.tobytes()
+    def parts(self, layer: int, has_private: bool = False) -> list[tuple[bool, TokenSubset | None]]:
+        """Tokens that run a layer, as (whether they run its private copy, subset); None: all tokens of the step.
+
+        Tokens that skip other layers run the private copy, if there is one. They come after those that do not, whose
+        keys they may attend to.
+        """
+        if not self.counts[layer]:
+            return []
+        if self.uniform is not None:
+            return [(has_private and not self.is_full, None)]
+        runs = self.runs[:, layer]
+        private = runs & self._skips if has_private else np.zeros_like(runs)
+        sides = ((False, runs & ~private), (True, private))
+        return [(side, None if mask.all() else self._subset(mask)) for side, mask in sides if mask.any()]
+
+    def _subset(self, mask: Flags) -> TokenSubset:
+        """Subset of the tokens in a mask, (tokens,). Equal masks share one object."""
+        key = mask.tobytes()
         if key not in self._subsets:
-            counts = np.add.reduceat(column.astype(np.int64), self.starts[:-1])
+            counts = np.add.reduceat(mask.astype(np.int64), self.starts[:-1])
             requests = np.flatnonzero(counts)
-            dropped = np.diff(self.starts)[requests] - counts[requests]
-            self._subsets[key] = TokenSubset(np.flatnonzero(column), requests, counts[requests], dropped)
+            tokens = np.flatnonzero(mask)
+            last = tokens[np.cumsum(counts[requests]) - 1]
+            self._subsets[key] = TokenSubset(tokens, requests, counts[requests], self.starts[1:][requests] - 1 - last)
         return self._subsets[key]
 
     def adapter_modules(self, layer: int) -> list[tuple[LowRank, Whole | None]]:

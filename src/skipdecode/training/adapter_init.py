@@ -50,16 +50,17 @@ class Moments:
 
 
 @torch.no_grad()
-def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch]) -> None:
+def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch], known: Collection[str] = ()) -> None:
     """Fit each low-rank bypass to the full model's hidden states behind its skipped span, from the bottom up.
 
     Args:
         adapter: that of the model that runs the batches.
         batches: texts that the model wrote.
+        known: names of bypasses that stay as they are.
     """
     schedules = [schedule.flat(depth) for schedule in adapter.schedules.values() for depth in schedule.distinct_depths]
     spans = [skipped_spans(schedule.layers(schedule.max_depth), adapter.num_layers) for schedule in schedules]
-    fitted: set[SkippedSpan] = set()
+    fitted = {span for own in spans for span in own if str(span) in known}
     for place in range(max(map(len, spans))):
         # The span at this place from the bottom, of each schedule: spans below it are fitted already.
         todo: dict[SkippedSpan, Schedule] = {}

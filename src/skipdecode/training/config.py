@@ -24,7 +24,7 @@ from .callback import Skipping
 #: File of a run's folder with its options.
 RECORD = "training.json"
 #: Options that may differ between a killed run and the one that resumes it.
-FREE = "output engine max_steps num_train_epochs eval_steps save_steps logging_steps report_to".split()
+FREE = "output engine eval_prompts max_steps num_train_epochs eval_steps save_steps logging_steps report_to".split()
 #: Options that self-generated texts depend on.
 TEXT_OPTIONS = "fingerprint prompts task num_texts max_new_tokens temperature engine bf16 seed".split()
 #: Defaults of TrainingArguments' fields.
@@ -141,11 +141,12 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """Options of ``skipdecode train``, which its help explains, and four for files and Python.
+    """Options of ``skipdecode train``, which its help explains, and five for files and Python.
 
     Args:
         prompt_column, response_column, prompt_share: how rows are read, see :func:`~skipdecode.data.tasks.get_task`.
         prompt_decay: number of last prompt positions over which the depth falls already.
+        exit_share: share of the tokens from which multi-layer exit's early exits learn, each from others.
 
     Example:
         >>> TrainConfig.create(model="demo", data="rows.jsonl", speedups="1,2", max_steps=20).speedups
@@ -164,6 +165,7 @@ class TrainConfig(RunConfig):
     response_column: str | None = None
     prompt_share: float | None = None
     method: str = "skipdecode"
+    exit_share: float = 1.0
     decay: str | None = None
     horizon: int | None = None
     prompt_decay: int | None = None
@@ -196,12 +198,14 @@ class DistillConfig(RunConfig):
 
     output: str = "fast"
     prompts: str | None = None
+    eval_prompts: str | None = None
     num_texts: int = 4000
     max_new_tokens: int | None = None
     temperature: float | None = None
     engine: str = "transformers"
     adapter: str | None = None
     rank: int = 256
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from ..data.chat import Prompt
 from ..data.collator import batches, batches_of
-from ..data.examples import read_examples
+from ..data.examples import read_examples, subsample
 from ..data.tasks import Example, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
@@ -32,8 +32,10 @@ from ..model.adapter import TEXTS, Adapter, read_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import bind
 from ..model.inspect import text_config
+from ..model.lora import linear_sizes
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
+from . import prompts
 from . import self_generated as texts
 from .adapter_init import fit_bypasses
 from .config import DistillConfig, claim_output
@@ -88,8 +90,10 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
     tokenizer = base.tokenizer
     torch.manual_seed(args.seed)
     fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
-    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted)
-    measured = prefill(model, tokenizer, held_out)
+    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted, config.lora_rank)
+    measured = {"held-out texts": prefill(model, tokenizer, held_out)}
+    if config.eval_prompts:
+        measured[config.eval_prompts] = prefill(model, tokenizer, answers(model, tokenizer, config))
     if last is None:
         report(schedules, measured, "before training", say)
     trainer = DistillationTrainer(
@@ -109,20 +113,20 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
 
 
 def choose_schedules(config: DistillConfig, checkpoint: Checkpoint) -> dict[float, Schedule]:
-    """Schedules by target speed-up: those of the adapter to begin with, else new ones of constant depth."""
-    if checkpoint.adapter is not None:
-        known = checkpoint.schedules
-        if missing := [speedup for speedup in config.speedups or () if speedup not in known]:
-            raise UsageError(f"the adapter has no speed-up {missing[0]:g}: it has {', '.join(f'{k:g}' for k in known)}")
-        return {speedup: known[speedup] for speedup in config.speedups or known}
-    speedups = config.speedups or (1.5, 2.0)
+    """Schedules by target speed-up: those of the adapter to begin with, and new ones of constant depth."""
+    known = {} if checkpoint.adapter is None else checkpoint.schedules
+    speedups = config.speedups or tuple(known) or (1.5, 2.0)
     layers = checkpoint.num_layers
     style = config.style
-    if style.get("order", "top") == "top":
+    if known:
+        fastest = known[max(known)]
+        style = {"order": fastest.order, "warmup": fastest.warmup}
+    elif style.get("order", "top") == "top":
         style = {"warmup": default_warmup(layers, max(speedups))} | style
-    schedules = {speedup: Schedule.for_speedup(speedup, layers, **style) for speedup in speedups}
-    for speedup, schedule in schedules.items():
-        if schedule.is_full:
+    schedules = {}
+    for speedup in speedups:
+        schedules[speedup] = known.get(speedup) or Schedule.for_speedup(speedup, layers, **style)
+        if schedules[speedup].is_full:
             raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
     return schedules
 
@@ -138,17 +142,20 @@ def make_model(
     rank: int,
     begin_with: Path | None,
     fitted: Sequence[PrefilledBatch],
+    lora_rank: int = 0,
 ) -> DistillationModel:
-    """Model to train, whose adapter has the weights of ``begin_with``, else bypasses fitted to texts, if any."""
+    """Model to train, whose adapter has the weights of ``begin_with``; bypasses that it lacks are fitted to texts."""
     start = None if begin_with is None else read_adapter(begin_with)
     bound = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
-    adapter = Adapter(text_config(model.config).hidden_size, start.rank if start else rank, bound)
+    if start:
+        rank, lora_rank = start.rank, start.lora_rank or lora_rank
+    adapter = Adapter(text_config(model.config).hidden_size, rank, bound, linear_sizes(model), lora_rank)
     attach(model.requires_grad_(False), adapter=adapter)
     if start:
-        weights = start.state_dict()  # maybe of more speed-ups
-        adapter.load_state_dict({name: weights[name] for name in adapter.state_dict()})
-    elif fitted:
-        fit_bypasses(adapter, fitted)
+        weights, own = start.state_dict(), adapter.state_dict()  # maybe of other speed-ups, or without LoRA
+        adapter.load_state_dict({name: weights.get(name, own[name]) for name in own})
+    if fitted:
+        fit_bypasses(adapter, fitted, known=[*start.bypasses] if start else [])
     return DistillationModel(model, adapter)
 
 
@@ -160,15 +167,28 @@ def prefill(
     return [PrefilledBatch(model, batch) for batch in made]
 
 
+def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: DistillConfig) -> list[Example]:
+    """The full model's greedy outputs for the prompts of ``config.eval_prompts``."""
+    task = get_task(config.task)
+    examples = read_examples(str(config.eval_prompts), task, "test", references=False)
+    chosen = [example.prompt for example in subsample(examples, config.max_eval_samples)]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": config.max_new_tokens or task.max_new_tokens}
+    found = generate_ids(model, tokenizer, encode_prompts(tokenizer, chosen), None, 32, **options).completions
+    return texts.keep_texts(chosen, found, log)
+
+
 def report(
-    schedules: Mapping[float, Schedule], batches: Sequence[PrefilledBatch], when: str, say: Say
+    schedules: Mapping[float, Schedule], measured: Mapping[str, Sequence[PrefilledBatch]], when: str, say: Say
 ) -> list[Divergence]:
-    """Divergence of each speed-up from the full model on held-out texts, also told to the user."""
-    measured = divergence(batches, list(schedules.values())) if batches else []
-    for speedup, found in zip(schedules, measured, strict=False):
-        interval = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
-        say(f"{speedup:g}x {when}: KL {found.kl:.3f}{interval}, top-1 agreement {found.top1:.1%}")
-    return measured
+    """Divergence of each speed-up from the full model on each set of texts, also told to the user; the first's."""
+    first: list[Divergence] = []
+    for name, prefilled in measured.items():
+        found = divergence(prefilled, list(schedules.values())) if prefilled else []
+        for speedup, each in zip(schedules, found, strict=False):
+            interval = f" (95%: {each.interval[0]:.3f} to {each.interval[1]:.3f})" if each.interval else ""
+            say(f"{speedup:g}x {when}, {name}: KL {each.kl:.3f}{interval}, same next token {each.top1:.1%}")
+        first = first or found
+    return first
 
 
 def write_texts(
@@ -177,14 +197,15 @@ def write_texts(
     """Let the full model write the texts; what it wrote before a kill is kept in the output folder."""
     settings: dict[str, Any] = {"speedup": 1, "batch_size": texts_at_once(args), "seed": args.seed, "load": where}
 
-    def write(prompts: Sequence[Prompt], options: dict[str, Any], name: str) -> Any:
+    def write(rows: Sequence[Prompt], options: dict[str, Any], name: str) -> Any:
         file = Path(config.output) / f"self_generated.{name}.raw.jsonl"
-        job = GenerationJob(base, prompts, file, options=options, engine=config.engine, **settings)
+        job = GenerationJob(base, rows, file, options=options, engine=config.engine, **settings)
         with tqdm(desc=f"self-generated {name}", unit="text", file=sys.stderr) as bar:
             return texts.write_with_job(job, bar)
 
-    sizes = config.num_texts, config.max_new_tokens, config.temperature
-    return texts.self_generate(base, config.prompts, get_task(config.task), *sizes, write, say)
+    task, count = get_task(config.task), config.num_texts
+    found = prompts.find_prompts(base, config.prompts, task, count, write, say)
+    return texts.self_generate(found, task, count, config.max_new_tokens, config.temperature, write, say)
 
 
 def texts_at_once(args: TrainingArguments) -> int:
@@ -202,7 +223,7 @@ def forecast(
     """How long texts and training take, from a few timed steps of each, for short prompts and the longest texts."""
     tokenizer = base.tokenizer
     model = base.load(**where)
-    distilled = make_model(model, schedules, config.rank, None, [])
+    distilled = make_model(model, schedules, config.rank, None, [], config.lora_rank)
     longest = config.max_new_tokens or get_task(config.task).max_new_tokens
     at_once = min(texts_at_once(args), config.num_texts)
     few = texts.SAMPLING | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
@@ -217,8 +238,9 @@ def forecast(
             distilled(teacher, schedule).backward()
         synchronize(args.device)
         seconds = time.perf_counter() - start
-    asks = config.prompts is None and tokenizer.chat_template is not None
-    tokens = longest + asks * texts.LONGEST_MESSAGE
+    tokens = longest
+    if config.prompts is None:
+        tokens += prompts.tokens_written(base)
     writing = stats.decode_seconds / stats.steps * tokens * math.ceil(config.num_texts / at_once)
     size *= args.gradient_accumulation_steps
     steps = args.max_steps if args.max_steps > 0 else math.ceil(config.num_texts * args.num_train_epochs / size)

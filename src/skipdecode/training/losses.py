@@ -88,21 +88,33 @@ class Distillation(Objective):
 
 
 class ExitLoss(Objective):
-    """Mean loss of all exits, with which multi-layer exit trains; every step runs all layers."""
+    """Mean loss of all exits, with which multi-layer exit trains; every step runs all layers.
+
+    Args:
+        model: the trained model.
+        share: of the response tokens, drawn anew for each exit but the last: logits of all would take the memory and
+            the time of as many LM heads. The expected loss is the same.
+    """
 
     hidden_states = True
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, share: float = 1.0) -> None:
         self.count = num_layers(model.config)
         self.schedule = Schedule.full(self.count)  # the exit at depth d reads only layers below d
         self.reader = read_out(model)
+        self.share = share
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Mean of the exits' losses, a scalar."""
-        width = labels.shape[1] - 1
-        early = [self.reader(states[:, -width:]) for states in outputs.hidden_states[1 : self.count]]
-        losses = [token_loss(logits, labels, num_items_in_batch) for logits in (*early, outputs.logits)]
-        return torch.stack(losses).mean()
+        loss = token_loss(outputs.logits, labels, num_items_in_batch)
+        labels = labels[:, 1:]
+        learned = labels != -100
+        count = learned.sum() if num_items_in_batch is None else num_items_in_batch
+        for states in outputs.hidden_states[1 : self.count]:
+            chosen = learned & (torch.rand(labels.shape, device=labels.device) < self.share)
+            logits = self.reader(states[:, -labels.shape[1] :][chosen]).float()
+            loss = loss + cross_entropy(logits, labels[chosen], reduction="sum") / self.share / count
+        return loss / self.count
 
 
 class TeacherOutput(NamedTuple):

@@ -23,6 +23,7 @@ from ..model.inspect import text_config
 from ..schedule import Schedule
 from .adapter_init import fit_bypasses
 from .distill import default_warmup, prefill
+from .prompts import find_prompts
 from .self_generated import Say, log, self_generate
 
 
@@ -86,7 +87,10 @@ def probe(
             options |= {"seed": seed, "on_batch": lambda stats: bar.update(stats.rows)}
             return generate_ids(model, tokenizer, ids, None, 4 * batch_size, **options).completions
 
-    texts = self_generate(checkpoint, prompts, get_task(), num_texts, max_new_tokens, None, write, say)
+    found = find_prompts(checkpoint, prompts, get_task(), num_texts, write, say)
+    texts = self_generate(found, get_task(), num_texts, max_new_tokens, None, write, say)
+    if prompts is None:
+        say("the texts are the model's own: people's prompts may come out twice as far, so give some with --prompts")
     if len(texts) < 4:
         raise UsageError(f"probing needs four texts at least: {len(texts)} of {num_texts} can be used")
     half = len(texts) // 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,24 +12,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..data.chat import Message, Prompt, around_message, as_json
-from ..data.examples import read_examples, read_rows, subsample
+from ..data.chat import Prompt, as_json
+from ..data.examples import read_rows, subsample
 from ..data.tasks import Example, Task
-from ..errors import DataError, UsageError
+from ..errors import DataError
 from ..files import write
-from ..generation.batches import max_positions
 from ..generation.job import GenerationJob
 from ..generation.stats import Completion
-from ..loading.load import Checkpoint
 
 #: Sampling of texts from the model's own distribution, at a temperature.
 SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 1.0, "top_k": 0}
-#: Sampling of users' messages: small models ask more sensible questions slightly below temperature 1.
-MESSAGE_SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
-#: Number of different prompts below which the user is told.
-FEW = 200
-#: Longest message, in tokens; longer ones are left out.
-LONGEST_MESSAGE = 128
 
 #: Tells the user something.
 Say = Callable[[str], object]
@@ -41,8 +32,7 @@ Write = Callable[[Sequence[Prompt], dict[str, Any], str], Sequence[Completion | 
 
 
 def self_generate(
-    checkpoint: Checkpoint,
-    source: str | Path | None,
+    prompts: Sequence[Prompt],
     task: Task,
     count: int,
     max_new_tokens: int | None,
@@ -50,57 +40,21 @@ def self_generate(
     write: Write,
     say: Say,
 ) -> list[Example]:
-    """Up to ``count`` texts that a model writes behind prompts of ``source``, without those that teach nothing.
+    """Up to ``count`` texts that a model writes behind prompts, without those that teach nothing.
 
     Of many prompts evenly spaced ones are taken, and each of few several times. ``max_new_tokens`` is the task's by
     default, and ``temperature`` 0.5, where texts are easier to learn; 1 from a single prompt, whose texts would repeat.
+    Raises DataError if no text is left.
     """
-    prompts = find_prompts(checkpoint, source, task, count, write, say)
     chosen = subsample(prompts, count)
     rows = [chosen[i % len(chosen)] for i in range(count)]
     if temperature is None:
         temperature = 1.0 if len(chosen) == 1 else 0.5
     options = SAMPLING | {"temperature": temperature, "max_new_tokens": max_new_tokens or task.max_new_tokens}
-    return keep_texts(rows, write(rows, options, "texts"), say)
-
-
-def find_prompts(
-    checkpoint: Checkpoint, source: str | Path | None, task: Task, count: int, write: Write, say: Say
-) -> list[Prompt]:
-    """Prompts of self-generated texts: those of ``source``, else a chat model's own, else the begin-of-text token."""
-    if source is not None:
-        examples = read_examples(source, task, "train", references=False)
-        prompts = list(dict.fromkeys(example.prompt for example in examples))
-        if len(prompts) < FEW:
-            say(f"{source} has {len(prompts)} different prompts: some hundreds teach more")
-        return prompts
-    if checkpoint.tokenizer.chat_template is None:
-        if checkpoint.tokenizer.bos_token_id is None:
-            raise UsageError("the model has no begin-of-text token, from which it could write: give --prompts FILE")
-        return [""]
-    say("no prompts are given: the model writes its users' messages too")
-    return user_messages(checkpoint, count, write, say)
-
-
-def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) -> list[Prompt]:
-    """Conversations of one message, which a chat model writes itself (Xu et al., 2024, "Magpie", section 2.1).
-
-    The model gets its chat template up to where a user's first message begins. Of ``count`` messages, those that are
-    empty, loop, do not end, or repeat another are left out. Raises DataError if none is left.
-    """
-    tokenizer = checkpoint.tokenizer
-    before, after = around_message(tokenizer)
-    bos = tokenizer.bos_token
-    if bos and before.startswith(bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        before = before.removeprefix(bos)  # the tokenizer adds one
-    positions = max_positions(checkpoint.config) or sys.maxsize
-    longest = min(LONGEST_MESSAGE, positions // 4)  # the template and the answer need some too
-    options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
-    texts = keep_texts([before] * count, write([before] * count, options, "messages"), say, ended=True)
-    messages = dict.fromkeys(text.references[0].split(after)[0].strip() for text in texts)
-    if not any(messages):
-        raise DataError("the model writes no user's message that ends: give --prompts FILE")
-    return [(Message("user", message),) for message in messages if message]
+    texts = keep_texts(rows, write(rows, options, "texts"), say)
+    if not texts:
+        raise DataError("no text is left to learn from: give other --prompts, or another --temperature")
+    return texts
 
 
 def keep_texts(
@@ -109,7 +63,6 @@ def keep_texts(
     """Texts without those that are empty, end in a loop, or were written before for the same prompt.
 
     None stands for a prompt that was too long; ``ended`` leaves out texts that were cut off at ``max_new_tokens``.
-    Raises DataError if no text is left.
     """
     texts: dict[Example, None] = {}
     left_out: Counter[str] = Counter()
@@ -130,10 +83,8 @@ def keep_texts(
             left_out["repeated"] += 1
         else:
             texts[example] = None
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-    if not texts:
-        raise DataError(f"no text is left to learn from ({counts}): give other --prompts, or another --temperature")
-    if counts:
+    if left_out:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
         say(f"left out of what the model generated: {counts}")
     return list(texts)
 

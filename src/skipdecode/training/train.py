@@ -93,7 +93,7 @@ def choose_schedules(config: TrainConfig, model_config: Any) -> dict[float, Sche
 def make_objective(config: TrainConfig, model: PreTrainedModel) -> Objective:
     """Loss that the run minimises. Raises UsageError if the teacher has another vocabulary."""
     if config.method == "multi_exit":
-        return ExitLoss(model)
+        return ExitLoss(model, config.exit_share)
     if not config.distill_weight:
         return Objective()
     if config.teacher is None:

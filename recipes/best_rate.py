@@ -1,0 +1,31 @@
+"""The learning rate with the least validation loss, mean over the speeds: best_rate.py RUN@RATE RUN@RATE …"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import typer
+
+
+def loss(run: Path) -> float:
+    """Validation loss at the end of a run; infinite if the run did not get there."""
+    for state in run.glob("checkpoint-*/trainer_state.json"):
+        for row in reversed(json.loads(state.read_text("utf-8"))["log_history"]):
+            if losses := [value for name, value in row.items() if re.fullmatch(r"eval_[\d.]+x_loss", name)]:
+                return sum(losses) / len(losses)
+    return math.inf
+
+
+def main(runs: list[Path]) -> None:
+    """Print the rate of the best of RUNS, and the losses of all on standard error."""
+    found = {run: loss(run) for run in runs}
+    for run, value in found.items():
+        typer.echo(f"{run.name}: {value:.4f}", err=True)
+    typer.echo(min(found, key=lambda run: found[run]).name.rpartition("@")[2])
+
+
+if __name__ == "__main__":
+    typer.run(main)

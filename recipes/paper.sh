@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The paper's comparison on a pretrained model, SmolLM2-135M-Instruct: recipes/paper.sh TASK DATA OUTPUT_DIR
+# TASK: e2e, reddit_tldr or cnn_dm; DATA: its folder (docs/data.md). The same command resumes a killed run.
+#
+# Rows, from one start, with the same data, order, steps and tokens: all layers; SkipDecode with one model for each
+# target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
+# Each row's learning rate has the least validation loss of three after SHORT steps. The test set is read at the end.
+# Sizes: STEPS, SHORT, BATCH, TEXTS. EXTRA: further options of every run, such as --bf16.
+set -euo pipefail
+shopt -s inherit_errexit
+task=$1 data=$(realpath "$2") out=$(realpath -m "$3")
+cd "$(dirname "$0")/.."
+skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
+steps=${STEPS:-300} short=${SHORT:-50}
+case $task in
+cnn_dm) horizon=96 ;;
+*) horizon=32 ;;
+esac
+falling=(--decay linear --bottom-layers 1 --horizon "$horizon") # the paper's form
+
+run() { # COMMAND NAME MAX_STEPS RATE EVAL_STEPS OPTIONS…
+    [ ! -f "$out/$2/done" ] || return 0
+    "$skipdecode" "$1" "${@:6}" --output "$out/$2" --config "$out/$1.yaml" --max-steps "$3" --learning-rate "$4" \
+        --eval-steps "$5" --batch-size "${BATCH:-8}" ${EXTRA:-} && touch "$out/$2/done"
+}
+train() { run train "$1" "$2" "$3" "$4" "$out/base" --data "$data" "${@:5}"; }
+distill() { # texts are written once
+    mkdir -p "$out/$1"
+    [ ! -f "$out/texts.jsonl" ] || cp "$out/texts.jsonl" "$out/$1/self_generated.jsonl"
+    run distill "$1" "$2" "$3" "$4" "$out/full" --prompts "$data" --num-texts "${TEXTS:-2400}" "${@:5}" || return
+    [ -f "$out/texts.jsonl" ] || cp "$out/$1/self_generated.jsonl" "$out/texts.jsonl"
+}
+best() { # train|distill NAME RATES OPTIONS…: prints the rate; 2 is the exit status of a loss that is not finite
+    for rate in $3; do
+        "$1" "rates/$2@$rate" "$short" "$rate" "$short" "${@:4}" >&2 || [ $? = 2 ]
+        rm -rf "$out/rates/$2@$rate"/{*.safetensors,checkpoint-*/{model,optimizer}.*}
+    done
+    "$python" recipes/best_rate.py "$out/rates/$2"@*
+}
+row() { # train|distill NAME RATES OPTIONS…
+    local rate
+    rate=$(best "$@")
+    "$1" "$2" "$steps" "$rate" 0 "${@:4}"
+    rm -rf "$out/$2"/checkpoint-*
+}
+
+mkdir -p "$out"
+printf '%s\n' "task: $task" "max_eval_samples: 100" "save_steps: 25" "save_total_limit: 1" > "$out/distill.yaml"
+{ cat "$out/distill.yaml" && echo "exit_share: 0.2"; } > "$out/train.yaml" # of multi-layer exit alone
+[ -f "$out/base/tokenizer.json" ] || "$python" recipes/smollm2.py "$out/base"
+rates="1e-4 3e-4 1e-3"
+row train full "$rates" --speedups 1
+row train skipdecode "$rates" --speedups 1,2,3,4,5 "${falling[@]}"
+rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
+for speedup in 2 3 4 5; do
+    train "skipdecode-${speedup}x" "$steps" "$rate" 0 --speedups "$speedup" "${falling[@]}"
+    rm -rf "$out/skipdecode-${speedup}x"/checkpoint-*
+done
+row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
+row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
+"$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
+    "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
+    "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"

@@ -1,0 +1,225 @@
+"""Check of an engine before it serves: what it generates, against teacher-forced passes of transformers' model.
+
+Each speed is asked alone, where decode steps run from CUDA graphs if there are any, then all at once, then each goes on
+from another's text, which the prefix cache may hold. The reference has the engine's dtype, and is loaded on the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModel
+from ..loading.load import Checkpoint
+from ..model.attach import attach, teacher_forced
+from ..model.inspect import decoder_layers, text_config
+from .settings import GPU_WORKER, TESTED, Serving, serving_of
+
+logger = logging.getLogger(f"vllm.{__name__}")
+#: Tokens of the prompts, new tokens of each, and the likeliest tokens of each step that are compared.
+LENGTHS, NEW, TOP = (6, 33, 56), 16, 5
+#: Most difference of log-probabilities, in nats: of any token, and in the mean. Rounding explains as much.
+EXACT, ROUNDED = (0.02, 0.002), (0.5, 0.05)
+#: Most difference of a hidden state's norm, as a share of it, before a layer is named.
+NORM_EXACT, NORM_ROUNDED = 1e-3, 0.05
+
+
+class Request(NamedTuple):
+    """A prompt of token ids, and its speed-up."""
+
+    prompt: tuple[int, ...]
+    speedup: float
+
+
+class Written(NamedTuple):
+    """New tokens, and log-probabilities of the likeliest tokens at each."""
+
+    tokens: tuple[int, ...]
+    logprobs: Sequence[dict[int, float]]
+
+
+#: Lets the engine write :data:`NEW` tokens for requests, all at once.
+Ask = Callable[[Sequence[Request]], Sequence[Written]]
+#: Lets workers record norms of hidden states, or gives what one has recorded: (layer, norms of a step's tokens).
+Record = Callable[[bool], Sequence[tuple[int, list[float]]]]
+
+
+def is_needed(vllm_config: Any, serving: Serving, release: str) -> bool:
+    """Whether an engine is checked: on a GPU, on a release of vLLM that was not tested, or where the user asks."""
+    on_gpu = vllm_config.parallel_config.worker_cls == GPU_WORKER
+    return serving.check or on_gpu or release.split("+")[0] != TESTED
+
+
+def check_engine(engine: Any, serving: Serving) -> None:
+    """Check an ``LLMEngine``."""
+
+    def ask(requests: Sequence[Request]) -> list[Written]:
+        found: dict[str, Written] = {}
+        names = [f"self-check {next(numbers)}" for _ in requests]
+        for name, request in zip(names, requests, strict=True):
+            engine.add_request(name, *_asked(request))
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: _written(output) for output in engine.step() if output.finished}
+        return [found[name] for name in names]
+
+    def record(begin: bool) -> Any:
+        return engine.collective_rpc("skipdecode_record", args=(begin,))[0]
+
+    numbers = count()
+    self_check(engine.vllm_config, serving, ask, record, logger.warning)
+
+
+async def check_server(original: Any, client: Any, *args: Any, **kwargs: Any) -> None:
+    """Check an ``AsyncLLM`` where its server is ready but for listening; ``original`` then makes the server."""
+    loop = asyncio.get_running_loop()
+    numbers = count()
+
+    async def one(request: Request) -> Written:
+        outputs = client.generate(*_asked(request), f"self-check {next(numbers)}")
+        return _written([output async for output in outputs][-1])
+
+    async def together(requests: Sequence[Request]) -> list[Written]:
+        return await asyncio.gather(*map(one, requests))
+
+    def wait(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    def record(begin: bool) -> Any:
+        return wait(client.collective_rpc("skipdecode_record", args=(begin,)))[0]
+
+    serving: Any = serving_of(client.vllm_config)
+    ask = lambda requests: wait(together(requests))  # noqa: E731
+    await asyncio.to_thread(self_check, client.vllm_config, serving, ask, record, logger.warning)
+    await original(client, *args, **kwargs)
+
+
+def _asked(request: Request) -> tuple[Any, Any]:
+    """vLLM's prompt and SamplingParams of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    same: dict[str, Any] = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, "logprobs": TOP}
+    same |= {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    params = SamplingParams(**same, extra_args={"speedup": request.speedup})
+    return {"prompt_token_ids": list(request.prompt)}, params
+
+
+def _written(output: Any) -> Written:
+    """What a finished ``RequestOutput`` of vLLM holds."""
+    (choice,) = output.outputs
+    steps = [{token: each.logprob for token, each in step.items()} for step in choice.logprobs]
+    return Written(tuple(choice.token_ids), steps)
+
+
+@torch.no_grad()
+def self_check(vllm_config: Any, serving: Serving, ask: Ask, record: Record, say: Callable[[str], object]) -> None:
+    """Compare an engine with its plain model, and tell what was compared.
+
+    Raises UnsupportedModel, which names the speed and the layer, if log-probabilities differ by more than rounding
+    explains.
+    """
+    given = vllm_config.model_config
+    if given.quantization is not None:
+        say(f"skipdecode: not checked: transformers has no weights like those of {given.quantization}")
+        return
+    reference = Reference(given, serving)
+    source = random.Random(0)
+    most = max(1, given.max_model_len - 2 * NEW)
+    ids = range(min(reference.vocabulary, 1000))
+    prompts = [tuple(source.choices(ids, k=min(length, most))) for length in LENGTHS]
+    compared: list[float] = []
+
+    def compare(where: str, requests: Sequence[Request]) -> Sequence[Written]:
+        answers = ask(requests)
+        for request, found in zip(requests, answers, strict=True):
+            off, mean = reference.distance(request, found)
+            compared.extend([off] * len(found.tokens))
+            if off <= reference.limits[0] and mean <= reference.limits[1]:  # a NaN is not
+                continue
+            record(True)
+            again = ask([request])[0]
+            layer = reference.first_layer(request, again, record(False))
+            raise UnsupportedModel(
+                f"skipdecode: the self-check failed at {request.speedup:g}x, {where}, "
+                f"{'in no single layer' if layer is None else f'first in layer {layer}'}: log-probabilities are off "
+                f"by {off:.2g} nats, {mean:.2g} in the mean; rounding explains {reference.limits[0]:g}"
+            )
+        return answers
+
+    speeds = [*serving.schedules]
+    for speedup in speeds:
+        compare("alone", [Request(prompt, speedup) for prompt in prompts])
+    mixed = [Request(prompt, speedup) for speedup in speeds for prompt in prompts]
+    answers = compare("among other speeds", mixed)
+    # Another speed goes on from each text: the prefix cache must tell their keys and values apart.
+    after = dict(zip(speeds, [*speeds[1:], *speeds[:1]], strict=True))
+    turns = [Request(r.prompt + found.tokens, after[r.speedup]) for r, found in zip(mixed, answers, strict=True)]
+    compare("behind another speed's text", turns)
+    listed = ", ".join(f"{speedup:g}x" for speedup in speeds)
+    say(f"skipdecode: self-check of {len(compared)} tokens at {listed}: off by {max(compared):.1g} nats at most")
+
+
+class Reference:
+    """transformers' model in an engine's dtype, and its teacher-forced passes over what the engine wrote."""
+
+    def __init__(self, given: Any, serving: Serving) -> None:
+        checkpoint = Checkpoint.resolve(given.model, serving.adapter, given.revision)
+        self.model: Any = attach(checkpoint.load(str(given.dtype).removeprefix("torch."), "cpu"))
+        self.serving = serving
+        self.vocabulary: int = text_config(self.model.config).vocab_size
+        is_exact = given.dtype == torch.float32
+        self.limits = EXACT if is_exact else ROUNDED
+        self.norm_limit = NORM_EXACT if is_exact else NORM_ROUNDED
+        self._known: dict[tuple[Request, tuple[int, ...]], Tensor] = {}
+
+    def logprobs(self, request: Request, tokens: tuple[int, ...]) -> Tensor:
+        """Log-probabilities (tokens, vocabulary) of each new token."""
+        if (request, tokens) not in self._known:
+            schedule = self.serving.schedules[request.speedup]
+            ids = torch.tensor([[*request.prompt, *tokens[:-1]]])
+            with teacher_forced(self.model, schedule, len(request.prompt)):
+                logits = self.model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0, -len(tokens) :]
+            self._known[request, tokens] = logits.float().log_softmax(-1)
+        return self._known[request, tokens]
+
+    def distance(self, request: Request, found: Written) -> tuple[float, float]:
+        """Most and mean difference of log-probabilities from the engine's."""
+        expected = self.logprobs(request, found.tokens)
+        pairs = [(place, *pair) for place, step in enumerate(found.logprobs) for pair in step.items()]
+        places, tokens, values = zip(*pairs, strict=True)
+        off = (expected[list(places), list(tokens)] - torch.tensor(values)).abs()
+        return float(off.max()), float(off.mean())
+
+    def first_layer(self, request: Request, found: Written, recorded: Sequence[tuple[int, list[float]]]) -> int | None:
+        """First layer whose outputs have other norms than those that a worker recorded."""
+        seen: dict[int, Tensor] = {}
+
+        def keep(index: int) -> Any:
+            def hook(module: Any, args: Any, output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                seen[index] = hidden[0].float().norm(dim=-1)
+
+            return hook
+
+        layers = decoder_layers(self.model)
+        hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(layers)]
+        self._known.clear()
+        self.logprobs(request, found.tokens)
+        for each in hooks:
+            each.remove()
+        here: dict[int, list[float]] = {}
+        for index, norms in recorded:
+            here.setdefault(index, []).extend(norms)
+        for index in sorted(here):
+            ran = torch.tensor(here[index])
+            expected = seen[index][-len(ran) :]  # the prefix cache may have had the first positions
+            if not bool(((ran - expected).abs() <= self.norm_limit * expected).all()):
+                return index
+        return None
