@@ -82,6 +82,27 @@ def ifeval() -> None:
     print(f"541 prompts, greedy, at most {about['new_tokens']} new tokens; {about['machine']}.")
 
 
+def sampling() -> None:
+    """Print what an adapter's speeds write under several settings of sampling."""
+    found = json.loads((RESULTS / "sampling.json").read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, Row]] = {}
+    for key, row in found["rows"].items():
+        name, speed = key.rsplit(", ", 1)
+        cells.setdefault(name, {})[speed] = row
+    speeds = list(next(iter(cells.values())))
+    measures = {"repeated 4-grams": "{:.1f}%", "loss under 1x": "{:.2f}"}
+    lines = [
+        (name, *(form.format(row[speed][what]) for what, form in measures.items() for speed in speeds))
+        for name, row in cells.items()
+    ]
+    show(
+        ("sampling", *(f"{what}, {speed}" if speed == speeds[0] else speed for what in measures for speed in speeds)),
+        lines,
+    )
+    about = found["about"]
+    print(f"{about['prompts']} prompts, {about['new_tokens']} new tokens, seed {about['seed']}; {about['machine']}.")
+
+
 def tokens(folder: str = "gpu_distill") -> None:
     """Print how far two forms of an adapter are from the full model by what they have learned from."""
     found: dict[int, dict[str, Row]] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -86,13 +87,18 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(
     assert capsys.readouterr().out == f"{answer.content}\n"
 
 
-def test_sampling_is_the_users_then_the_checkpoints() -> None:
+def test_sampling_is_the_users_then_the_adapters_then_the_models() -> None:
     """Which ``model.generate`` adds; else that of small chat models. Temperature 0 is greedy."""
-    greedy, sampling = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95)
-    assert sampling_options(greedy, {}) == CHAT_SAMPLING | {"do_sample": True}
-    assert sampling_options(sampling, {"top_p": 0.5, "temperature": None}) == {"do_sample": True, "top_p": 0.5}
-    assert sampling_options(greedy, {"temperature": 0}) == {"repetition_penalty": 1.1}
-    assert sampling_options(GenerationConfig(do_sample=True, temperature=0.0), {}) == {}
+
+    def options(config: GenerationConfig, chosen: Any, **sampling: float) -> Any:
+        return sampling_options(cast(Any, SimpleNamespace(generation_config=config, sampling=sampling)), chosen)
+
+    greedy, sampled = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95)
+    assert options(greedy, {}) == CHAT_SAMPLING | {"do_sample": True}
+    assert options(sampled, {"top_p": 0.5, "temperature": None}) == {"do_sample": True, "top_p": 0.5}
+    assert options(sampled, {"top_p": 0.5}, min_p=0.1, top_p=0.7) == {"do_sample": True, "top_p": 0.5, "min_p": 0.1}
+    assert options(greedy, {"temperature": 0}) == {"repetition_penalty": 1.1}
+    assert options(GenerationConfig(do_sample=True, temperature=0.0), {}) == {}
 
 
 def test_a_checkpoints_beams_are_set_aside(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,8 +16,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
 from helpers.engine import Reference, Request, demo_prompts, demo_texts, requests_of
 from helpers.server import CHAT, Answer, Server, ask, serve, together
+from skipdecode import Schedule, load
+from skipdecode.model.adapter import GENERATION, Adapter, save_adapter
+from skipdecode.serving.metrics import RequestMetrics
+from skipdecode.serving.settings import Serving
 
 NEW = 32
 INPUTS = demo_texts()
@@ -66,6 +75,24 @@ def text_of(solo: Reference, prompt: str, speedup: float) -> str:
     """What our own ``generate`` writes."""
     (tokens,) = solo.texts([Request(tuple(solo.tokenizer(prompt)["input_ids"]), speedup, NEW)])
     return str(solo.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("demo", (0.7, 1.0)), ("demo:1x", (0.7, 1.0)), ("demo:3x", (0.2, 1.3))])
+def test_an_adapters_sampling_is_its_speeds_alone(tmp_path: Path, name: str, expected: Any) -> None:
+    """Before the model's, behind the operator's and the request's."""
+    model, _ = load("demo", device="cpu")
+    save_adapter(tmp_path, Adapter(model.config.hidden_size, 4, {3.0: Schedule(24, 8, 8, 1)}), model, "demo")
+    (tmp_path / GENERATION).write_text('{"temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.2}')
+    metrics = RequestMetrics(Serving(model.config, {"adapter": tmp_path, "speedups": [1, 3], "speedup": 1}), "demo")
+    metrics.override = {"repetition_penalty": 1.3} if expected[1] != 1 else {}
+    for request in (
+        CompletionRequest(model=name, prompt="a", top_p=0.6),
+        ChatCompletionRequest(model=name, messages=[], top_p=0.6),
+        ResponsesRequest(model=name, input="a", top_p=0.6),
+    ):
+        params = metrics._to_sampling_params(type(request).to_sampling_params, request, 8, {"temperature": 0.7})
+        assert (params.temperature, params.repetition_penalty) == expected
+        assert params.top_p == 0.6
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -29,6 +29,7 @@ from helpers.families import FAMILIES, LAYERS, build, prompts, run
 from helpers.tiny import TEXTS, train_tokenizer
 from skipdecode import Schedule, load
 from skipdecode.errors import FileError, MissingExtra, ModelError, UnsupportedModel, UsageError
+from skipdecode.generation.job import GenerationJob
 from skipdecode.loading import load as loading
 from skipdecode.loading.load import DEMO, Checkpoint
 from skipdecode.model.adapter import GENERATION, Adapter, save_adapter
@@ -126,19 +127,23 @@ def test_an_adapters_folder_stands_for_its_model(model: Path, tmp_path: Path, mo
     assert Checkpoint.resolve(model, adapter=adapter).load(device="cpu").config.to_dict() == loaded.config.to_dict()
 
 
-def test_an_adapters_sampling_comes_before_the_models(model: Path, tmp_path: Path) -> None:
-    """Value by value; in a job, greedy decoding has its penalty too."""
+def test_an_adapters_sampling_is_its_speeds_alone(model: Path, tmp_path: Path) -> None:
+    """Greedy decoding has its penalty too, but no other option of it; at 1x the model is untouched."""
     adapter = adapter_for(tmp_path / "fast", str(model), model)
-    before = Checkpoint.resolve(adapter).generation_config
-    (adapter / GENERATION).write_text('{"temperature": 0.2, "repetition_penalty": 50.0}')
-    config = Checkpoint.resolve(adapter).generation_config
-    assert (config.temperature, config.repetition_penalty) == (0.2, 50.0)
-    assert config.eos_token_id == before.eos_token_id
-    loaded, tokenizer = load(adapter, device="cpu")
-    options: dict[str, Any] = {"speedup": 1, "max_new_tokens": 20, "eos_token_id": -1}
-    (row,) = skipdecode.generate(loaded, tokenizer, ["the cat"], **options).completions
-    (stock,) = skipdecode.generate(*load(model, device="cpu"), ["the cat"], **options).completions
-    assert row.text != stock.text
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": -1}
+
+    def write(name: Path, speedup: float, **more: Any) -> str:
+        chosen = options | more
+        (row,) = skipdecode.generate(*load(name, device="cpu"), ["the cat"], speedup=speedup, **chosen).completions
+        job = GenerationJob(Checkpoint.resolve(name), ["the cat"], speedup=speedup, options=chosen)
+        assert job.run().texts == [row.text]
+        return row.text
+
+    before = write(adapter, 2)
+    (adapter / GENERATION).write_text('{"temperature": 0.2, "repetition_penalty": 50.0, "eos_token_id": 3}')
+    assert Checkpoint.resolve(adapter).sampling == {"temperature": 0.2, "repetition_penalty": 50.0}
+    assert write(adapter, 1) == write(model, 1)
+    assert write(adapter, 2) != before == write(adapter, 2, repetition_penalty=1.0)
 
 
 @pytest.mark.parametrize("base", ["/elsewhere/smollm2", "smollm2"])

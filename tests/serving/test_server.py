@@ -12,7 +12,7 @@ import torch
 from skipdecode import Schedule, load
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
 from skipdecode.loading.load import DEMO
-from skipdecode.model.adapter import GENERATION, Adapter, save_adapter
+from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.serving import server
 
 
@@ -65,18 +65,6 @@ def test_an_adapter_of_another_model_is_refused(checkpoint: Path, tmp_path: Path
     save_adapter(tmp_path, adapter, model, str(checkpoint))
     with pytest.raises(ModelError, match="trained on another model"):
         server.server_command(str(tmp_path))
-
-
-def test_an_adapters_sampling_is_the_servers(checkpoint: Path, tmp_path: Path) -> None:
-    """Where a request gives none; the operator's own option comes after it."""
-    model, _ = load(checkpoint, device="cpu")
-    save_adapter(tmp_path, Adapter(model.config.hidden_size, 4, {2.0: Schedule(8, 4, 4, 1)}), model, str(checkpoint))
-    assert "--override-generation-config" not in server.server_command(str(tmp_path))[0]
-    (tmp_path / GENERATION).write_text('{"repetition_penalty": 1.2}')
-    command, _ = server.server_command(str(tmp_path), None, ["--override-generation-config", "{}"])
-    assert words_after(command, "--override-generation-config") == ["{}"]
-    command, _ = server.server_command(str(tmp_path))
-    assert words_after(command, "--override-generation-config") == ['{"repetition_penalty": 1.2}']
 
 
 def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

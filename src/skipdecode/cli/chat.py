@@ -38,7 +38,7 @@ def chat(
         raise UsageError(f"{model} has no chat template: use skipdecode generate")
     schedule = checkpoint.schedule(speedup)
     chosen = {"temperature": temperature, "top_p": top_p, "repetition_penalty": repetition_penalty}
-    sampling = sampling_options(checkpoint.generation_config, chosen)
+    sampling = sampling_options(checkpoint, chosen)
     conversation = Conversation(checkpoint.load(dtype=dtype), checkpoint.tokenizer, system)
     beginning = conversation.messages
     say(f"{schedule.num_layers / schedule.max_depth:.3g}x; {HELP}")

@@ -37,7 +37,7 @@ def play(
         raise UsageError(f"{COLUMNS} speeds fit side by side, not {len(speeds)}")
     schedules = {speedup: checkpoint.schedule(speedup) for speedup in sorted(speeds)}
     tokenizer = checkpoint.tokenizer
-    options = sampling_options(checkpoint.generation_config, {}) if tokenizer.chat_template else {}
+    options = sampling_options(checkpoint, {}) if tokenizer.chat_template else {}
     blocks = page(checkpoint.load(), tokenizer, schedules, model, max_new_tokens, **options)
     say(f"http://{host}:{port}; Ctrl-C ends it")
     launch(blocks, server_name=host, server_port=port, quiet=True)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import DynamicLayer
 
 from ..data.chat import Chat, Message
 from ..data.tokenize import encode_prompts
+from ..loading.load import Checkpoint
 from ..model.cache import RECURRENT, SkipCache
 from ..model.cache_name import CACHE
 from ..schedule import Schedule
@@ -21,12 +22,13 @@ from .stats import GenerationStats
 CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
-def sampling_options(config: GenerationConfig, chosen: Mapping[str, float | None]) -> dict[str, Any]:
-    """Options of ``model.generate``: those chosen, and :data:`CHAT_SAMPLING` unless the checkpoint samples.
+def sampling_options(checkpoint: Checkpoint, chosen: Mapping[str, float | None]) -> dict[str, Any]:
+    """Options of ``model.generate``: those chosen, else the adapter's, the model's, or :data:`CHAT_SAMPLING`.
 
     A temperature of 0 is greedy decoding.
     """
-    options = {} if config.do_sample else dict(CHAT_SAMPLING)
+    config = checkpoint.generation_config
+    options = dict(checkpoint.sampling or ({} if config.do_sample else CHAT_SAMPLING))
     options |= {name: value for name, value in chosen.items() if value is not None}
     if options.get("temperature", config.temperature) == 0:
         return {name: value for name, value in options.items() if name == "repetition_penalty"}

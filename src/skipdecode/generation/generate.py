@@ -30,6 +30,7 @@ from ..loading.device import free_memory, synchronize
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE, CACHE_NAMES
 from ..model.config import num_layers, trained_schedules
+from ..model.inspect import gates_of
 from ..schedule import Schedule, choose_schedule
 from .batches import prompt_error, split_batches
 from .finished_rows import FinishedRows
@@ -98,7 +99,17 @@ def generate(
     if schedule is None:
         schedule = choose_schedule(trained_schedules(model), num_layers(model.config), speedup)
     ids = encode_prompts(tokenizer, to_prompts(prompts))
+    adapter = gates_of(model).adapter
+    if adapter is not None and not schedule.is_full:
+        options = with_sampling(adapter.sampling, options)
     return generate_ids(model, tokenizer, ids, schedule, batch_size, seed, **options)
+
+
+def with_sampling(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``model.generate``, with an adapter's sampling where they name none; if greedy, its penalty alone."""
+    used = sampling if options.get("do_sample") else sampling.keys() & {"repetition_penalty"}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {name: sampling[name] for name in used} | given
 
 
 def to_prompts(prompts: Any) -> list[Prompt]:

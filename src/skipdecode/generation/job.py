@@ -23,7 +23,7 @@ from ..loading.load import Checkpoint
 from ..model.config import untrained_warning
 from ..schedule import Schedule
 from .batches import max_positions, prompt_error, split_batches
-from .generate import check_options, generate_ids, to_prompts
+from .generate import check_options, generate_ids, to_prompts, with_sampling
 from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
 #: Columns of an output; an input's columns of these names are not copied.
@@ -130,6 +130,8 @@ class GenerationJob:
         most = options["max_new_tokens"]
         check_options(options, checkpoint.generation_config)
         schedule = self._schedule(say)
+        if not schedule.is_full:
+            options = with_sampling(checkpoint.sampling, options)
         rows, prompts = self._read()
         if checkpoint.tokenizer.chat_template is not None and any(isinstance(prompt, str) for prompt in prompts):
             say("prompts are texts: the chat model continues them; it answers rows with `messages`")

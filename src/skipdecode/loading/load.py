@@ -30,7 +30,7 @@ from ..model.adapter import (
     load_adapter,
     locate_adapter,
     read_about,
-    read_generation_config,
+    read_sampling,
     read_schedules,
 )
 from ..model.attach import attach
@@ -95,16 +95,7 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """transformers' GenerationConfig that the model generates with unless the user says otherwise.
-
-        Values of an adapter's own file come before the model's.
-        """
-        config = self._base_generation_config()
-        if self.adapter is not None:
-            config.update(**read_generation_config(self.adapter))
-        return config
-
-    def _base_generation_config(self) -> GenerationConfig:
+        """transformers' GenerationConfig that the model generates with unless the user says otherwise."""
         config = own = GenerationConfig.from_model_config(self.config)
         if self.gguf_file is None:
             try:
@@ -120,6 +111,11 @@ class Checkpoint:
         known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
         config.eos_token_id = sorted({*known, *ends} - {None}) if ends else own.eos_token_id
         return config
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The adapter's sampling, which comes before the model's where layers are skipped; {}: it names none."""
+        return {} if self.adapter is None else read_sampling(self.adapter)
 
     @cached_property
     def schedules(self) -> dict[float, Schedule]:

@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 BOTTLENECK_INTERVAL = 4
 #: Files of an adapter's folder; the last, the texts that it was trained on, is not published.
 ABOUT, WEIGHTS, TEXTS = "skipdecode_adapter.json", "adapter.safetensors", "self_generated.jsonl"
-#: An optional file of an adapter's folder: how its speeds sample where the user does not say.
+#: An optional file of an adapter's folder, transformers' GenerationConfig: how its speeds sample where the user gives
+#: nothing else. The model without skipping keeps its own.
 GENERATION = "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 #: Versions of the folder's format: without and with LoRA.
 FORMATS = 2, 3
 #: Values of each weight of the base model that are kept with the adapter, under names that begin so.
@@ -101,6 +103,7 @@ class Adapter(nn.Module):
     Attributes:
         loras: LoRA by the name of the linear module that it changes, like ``15.self_attn.q_proj``.
         private: by name, linear modules with a merged LoRA (:meth:`merge`); others add theirs to the output.
+        sampling: options that its speeds sample with where the user gives none.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Adapter(nn.Module):
         self.loras = {name: LoRA(*sizes, lora_rank) for name, sizes in sorted(chosen.items())}
         self.lora = nn.ModuleDict({name.replace(".", "/"): lora for name, lora in self.loras.items()})
         self.private: dict[str, nn.Module] = {}
+        self.sampling: dict[str, Any] = {}
 
     def merge(self, model: nn.Module) -> None:
         """Make private copies of those linear modules that have LoRA, so that it takes no time; they take memory.
@@ -270,10 +274,10 @@ def read_schedules(folder: Path) -> dict[float, Schedule]:
     return parse_schedules(read_about(folder), str(folder / ABOUT))
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Values of transformers' GenerationConfig that an adapter's folder has, such as its sampling; {} if none."""
-    file = folder / GENERATION
-    return read_json(file) if file.is_file() else {}
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """Sampling options in the GenerationConfig of an adapter's folder; {} if there is none."""
+    values = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    return {name: values[name] for name in SAMPLING if name in values}
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -294,6 +298,7 @@ def read_adapter(folder: Path) -> Adapter:
         for name, parts in loras.items():
             weights |= {f"lora.{name.replace('.', '/')}.{part}": each for part, each in parts.items()}
         adapter.load_state_dict(weights)
+        adapter.sampling = read_sampling(folder)
     except (SafetensorError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {error}") from error
     return adapter.eval()

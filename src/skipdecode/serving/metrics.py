@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class RequestMetrics:
         self.serving = serving
         self.load = None if serving.load is None else Load(self.requests, **serving.load)
         self.model_name = model_name
+        self.override: dict[str, Any] = {}  # the operator's ``--override-generation-config``
         self._tables = DepthTables(serving.schedules)
         self._states: dict[str, Any] = {}  # vLLM's states of requests that have not ended
 
@@ -41,6 +43,7 @@ class RequestMetrics:
         from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
         client.input_processor.skipdecode_load = self.load
+        self.override = client.model_config.override_generation_config
         self._states = client.output_processor.request_states
         patch(client.output_processor, "add_request", self._add_request)
         patch(client.output_processor, "_update_stats_from_finished", self._finish)
@@ -51,13 +54,19 @@ class RequestMetrics:
         for module in (completion, chat_completion):
             patch(module, "build_per_request_timing_metrics", _timing_metrics)
 
-    def _to_sampling_params(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take the speed-up from the model's name; a bad one is HTTP 400 before a response starts."""
-        params = original(request, *args, **kwargs)
+    def _to_sampling_params(self, original: Any, request: Any, max_tokens: int, defaults: Any = None) -> Any:
+        """Take the speed-up from the model's name; a bad one is HTTP 400 before a response starts.
+
+        Where layers are skipped, the adapter's sampling comes before the model's, and behind the operator's.
+        """
+        asked = SimpleNamespace(extra_args=request.vllm_xargs)
         with bad_request():
-            apply_model_name(params, request.model)
-            requested_speedup(params, self.serving)
-        return params
+            apply_model_name(asked, request.model)
+            speedup = requested_speedup(asked, self.serving) or self.serving.default
+        request.vllm_xargs = asked.extra_args
+        if not self.serving.schedules[speedup].is_full:
+            defaults = {**(defaults or {}), **self.serving.sampling, **self.override}
+        return original(request, max_tokens, defaults)
 
     def _add_request(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         original(request, *args, **kwargs)

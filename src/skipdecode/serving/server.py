@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files, read_generation_config
+from ..model.adapter import check_base_files
 from ..model.config import CONFIG_KEY, speedup_key
 from .settings import Serving
 
@@ -61,8 +61,6 @@ def server_command(
     plain = given.served_model_name or [model]
     names = [*plain, *(f"{name}:{speedup_key(speedup)}x" for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
-    if checkpoint.adapter is not None and (sampling := read_generation_config(checkpoint.adapter)):
-        command += ["--override-generation-config", json.dumps(sampling)]  # vLLM's own option, later, comes before it
     if not given.disable_log_stats:
         command.append("--enable-per-request-metrics")  # so that responses report their speed
     command += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm, "--served-model-name", *names]

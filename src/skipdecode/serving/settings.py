@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleError, UnsupportedModel
-from ..model.adapter import read_schedules
+from ..model.adapter import read_sampling, read_schedules
 from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, untrained_warning
 from ..schedule import Schedule, choose_schedule
 from .steps import DepthTable
@@ -60,6 +60,7 @@ class Serving:
     Attributes:
         schedules: by speed-up, slowest first.
         default: speed-up of requests that name none.
+        sampling: the adapter's, of requests that skip layers and name no other.
         load: arguments of :class:`~skipdecode.serving.load_policy.Load`, or None without a load policy.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
         ends: by speed-up, the end of each bucket, counted from the prompt's end.
@@ -77,6 +78,7 @@ class Serving:
             )
         self.num_layers = num_layers(config)
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
+        self.sampling = {} if self.adapter is None else read_sampling(self.adapter)
         self.check = bool(options.get("check"))
         trained = config_schedules(config) if self.adapter is None else read_schedules(self.adapter)
         if "schedule" in options:
