@@ -1,4 +1,4 @@
-"""Draw the figures of README.md and docs/how-it-works.md: `python tools/figures.py` writes docs/images/."""
+"""Draw the figures of README.md and docs/: `python tools/figures.py` writes docs/images/."""
 
 from __future__ import annotations
 
@@ -59,6 +59,24 @@ def draw_speeds() -> None:
     figure.savefig(IMAGES / "speeds.png", dpi=110)
 
 
+def draw_tokens() -> None:
+    """How far two forms of an adapter are from the full model by the tokens that they learned from."""
+    curve = json.loads((ROOT / "results" / "gpu_distill" / "table.json").read_text(encoding="utf-8"))["curve"]
+    forms = {"bypasses and bottlenecks": ("low", "off"), "… and weights of its own": ("all",)}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for panel, speedup in zip(panels, ("1.5", "2"), strict=True):
+        for (label, arms), color in zip(forms.items(), ("#2563eb", "#ea580c"), strict=True):
+            rows = [row for row in curve if row["arm"] in arms and row["tokens"]]
+            panel.plot([row["tokens"] / 1e6 for row in rows], [row[f"people {speedup}"][0] for row in rows], "o-")
+            panel.lines[-1].set(color=color, label=label)
+        panel.set(title=f"{speedup}x", xlabel="million tokens learned from", ylabel="KL, nats a token", xscale="log")
+        panel.set_xticks([0.5, 1, 2, 4, 8, 14], labels=["0.5", "1", "2", "4", "8", "14"])
+        panel.minorticks_off()
+    panels[1].legend(frameon=False)
+    figure.savefig(IMAGES / "tokens.png", dpi=110)
+
+
 if __name__ == "__main__":
     draw_layers()
     draw_speeds()
+    draw_tokens()

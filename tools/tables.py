@@ -230,6 +230,30 @@ def methods(folder: str, *speedups: int) -> None:
     note(folder)
 
 
+def paper(folder: str) -> None:
+    """Print the paper's comparison: quality, layers that ran, time and memory of each method at each target."""
+
+    def score(row: Row, name: str) -> str:
+        low, high = row[f"{name}_interval"]
+        return f"{row[name]:.1f}" + (f" ({low:+.1f} to {high:+.1f})" if row["target"] > 1 else "")
+
+    lines = [
+        (
+            row["label"],
+            speed(row),
+            f"{row['step_layers']:.1f}",
+            *(score(row, name) for name in ("bleu", "rouge_l")),
+            ratio(row, "step_clock_ratio"),
+            ratio(row, "job_clock_ratio"),
+            f"{row['peak_kv_bytes'] / 1e6:.0f} MB",
+        )
+        for row in read(folder)["rows"]
+    ]
+    show(("", "target", "layers", "BLEU", "ROUGE-L", "decoding", "end to end", "peak KV"), lines)
+    note(folder, "../")
+    print("In brackets: 95% interval of the difference from the full model. Layers: of a batch's step.")
+
+
 def card() -> None:
     """Print the model card's table."""
     task_speeds("e2e", None)
