@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +21,11 @@ class Collator:
 
     Attributes:
         max_length: positions of the model. In a wider batch, the ends of the longest responses are cut.
-        cut: number of responses cut so far.
     """
 
     pad_token_id: int
     multiple: int = 8
     max_length: int | None = None
-    cut: int = field(default=0, init=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Batch of rows with ``prompt_ids`` and ``response_ids``.
@@ -48,7 +46,6 @@ class Collator:
         labels = torch.full((len(rows), 1 + fed + 1), -100)
         for i, row in enumerate(rows):
             response = row["response_ids"][: fed + 1]
-            self.cut += len(response) < len(row["response_ids"])
             ids = torch.tensor([*row["prompt_ids"], *response[:-1]])
             start = prompt_length - len(row["prompt_ids"])
             input_ids[i, start : start + len(ids)] = ids
