@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from .tasks import Example
 from .tokenize import encode_prompts, encode_response
@@ -107,10 +107,7 @@ def batches(
     """Batches of encoded rows, in their order, on a device."""
     collate = Collator(tokenizer.pad_token_id, max_length=max_length)
     made = [collate(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
-    return [
-        {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        for batch in made
-    ]
+    return [dict(BatchEncoding(batch).to(device)) for batch in made]
 
 
 def _round_up(value: int, multiple: int) -> int:
