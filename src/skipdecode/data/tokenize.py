@@ -33,18 +33,15 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: S
     begin = tokenizer.bos_token_id
     options = {"padding": False, "truncation": False}  # a tokenizer's files may ask for them
     bare, full = (tokenizer("a", add_special_tokens=special, **options)["input_ids"] for special in (False, True))
-    ends = [count for count in range(len(full)) if full[: len(full) - count][-len(bare) :] == bare] or [0]
-    encoded: list[list[int]] = [[] if begin is None else [begin]] * len(texts)
-    for special in (True, False):
-        places = [i for i, prompt in enumerate(prompts) if texts[i] and isinstance(prompt, str) == special]
-        some = [texts[i] for i in places]
-        found = tokenizer(some, add_special_tokens=special, **options)["input_ids"] if some else []
-        for i, ids in zip(places, found, strict=True):
-            if special:  # without what the tokenizer puts behind a text
-                ids = ids[: len(ids) - ends[0]] or ids
-            if begin is not None and ids[:2] == [begin, begin]:  # the template rendered this text before
-                ids = ids[1:]
-            encoded[i] = ids
+    before: list[int] = next((full[:i] for i in range(len(full)) if full[i:][: len(bare)] == bare), [])
+    encoded = tokenizer(list(texts), add_special_tokens=False, **options)["input_ids"] if texts else []
+    for i, prompt in enumerate(prompts):
+        if not texts[i]:
+            encoded[i] = [] if begin is None else [begin]
+        elif isinstance(prompt, str):  # with what the tokenizer puts before a text, without what it puts behind
+            encoded[i] = before + encoded[i]
+        if begin is not None and encoded[i][:2] == [begin, begin]:  # the template rendered this text before
+            del encoded[i][0]
     return encoded
 
 
