@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -127,19 +128,12 @@ class _StoredError(Exception):
 @contextmanager
 def exits(model: PreTrainedModel) -> Iterator[None]:
     """Context in which passes with a :class:`ConfidenceCache` exit early; others run as before."""
-    layers = decoder_layers(model)
-    forwards = [vars(layer).get("forward") for layer in layers]
-    hook = model.register_forward_pre_hook(_begin_step, with_kwargs=True)
-    for index, layer in enumerate(layers):
-        layer.forward = wraps(layer.forward)(partial(_run_layer, index, layer.forward))  # signatures are read
-    try:
+    with ExitStack() as changes:
+        changes.enter_context(model.register_forward_pre_hook(_begin_step, with_kwargs=True))
+        for index, layer in enumerate(decoder_layers(model)):
+            forward = wraps(layer.forward)(partial(_run_layer, index, layer.forward))  # signatures are read
+            changes.enter_context(patch.object(layer, "forward", forward))
         yield
-    finally:
-        hook.remove()
-        for layer, forward in zip(layers, forwards, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
 
 
 def _cache_of(args: Any, kwargs: Any) -> ConfidenceCache | None:
@@ -175,10 +169,11 @@ def _run_layer(index: int, forward: Callable[..., Any], /, *args: Any, **kwargs:
     return output
 
 
+@torch.no_grad()
 def read_out(model: nn.Module) -> ReadOut:
     """Function from hidden states to logits: final norm, projection, LM head.
 
-    A trial pass records the modules that run after the last decoder layer.
+    A trial pass records the modules that run after the last decoder layer. The model is in evaluation mode.
 
     Raises UnsupportedModel if they do not yield the model's logits, because it does more, such as soft-capping.
     """
@@ -192,20 +187,13 @@ def read_out(model: nn.Module) -> ReadOut:
         elif seen and not any(module.children()):
             tail.append(module)
 
-    hooks = [module.register_forward_hook(record) for module in model.modules()]
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            ids = torch.arange(2, device=next(model.parameters()).device)[None]
-            logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(training)
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(record))
+        ids = torch.arange(2, device=next(model.parameters()).device)[None]
+        logits = model(input_ids=ids, use_cache=False).logits
     through = nn.Sequential(*tail)
-    with torch.no_grad():
-        recomputed = through(seen[0])
+    recomputed = through(seen[0])
     if recomputed.shape != logits.shape or not torch.allclose(recomputed, logits, rtol=1e-4, atol=1e-4):
         raise UnsupportedModel(f"{type(model).__name__} does more than norm and LM head after its last layer")
     return through

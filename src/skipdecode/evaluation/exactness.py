@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -289,18 +289,14 @@ def discarding_skipped(
         skips = torch.arange(text.shape[1] - width, text.shape[1], device=change.device) >= min(counts)
         return output + (change * skips[:, None]).view(output.shape)
 
-    hooks: list[Any] = []
     layers = decoder_layers(model)
-    for name, lora in () if adapter is None else adapter.loras.items():
-        hooks.append(layers.get_submodule(name).register_forward_hook(partial(add_lora, lora)))
-    for index, layer in enumerate(layers):
-        hooks.append(layer.register_forward_pre_hook(partial(apply_adapter, index), with_kwargs=True))
-        hooks.append(layer.register_forward_hook(partial(discard, index), with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for name, lora in () if adapter is None else adapter.loras.items():
+            hooks.enter_context(layers.get_submodule(name).register_forward_hook(partial(add_lora, lora)))
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(partial(apply_adapter, index), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(discard, index), with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

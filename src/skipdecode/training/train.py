@@ -56,7 +56,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> No
     schedules = choose_schedules(config, model.config)
     set_entry(model.config, to_config_entry(schedules, config.method))
     trainer = SkipTrainer(
-        model=model.train(),
+        model=model,
         args=args,
         schedules=schedules,
         weights=config.speedup_weights,
