@@ -108,16 +108,14 @@ class _Subject:
             adapter.double().private.clear()
         return _Subject(attach(model.double(), adapter=adapter), self.schedule)
 
-    def skip_cache(self) -> SkipCache:
-        return SkipCache(self.model, self.schedule)
-
-    def stock_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.model.config)
-
     def generate(
-        self, cache: DynamicCache, sequence: int | None = None, new_tokens: int = NEW_TOKENS
+        self, schedule: Schedule | None, sequence: int | None = None, new_tokens: int = NEW_TOKENS
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, positions) and logits (batch, new tokens, vocabulary), of one ``sequence`` without padding."""
+        """Tokens (batch, positions) and logits (batch, new tokens, vocabulary), of one ``sequence`` without padding.
+
+        Without a schedule, the cache is transformers' own.
+        """
+        cache = DynamicCache(config=self.model.config) if schedule is None else SkipCache(self.model, schedule)
         ids, mask = self.ids, self.mask
         if sequence is not None:
             ids = ids[sequence : sequence + 1, mask[sequence] == 1]
@@ -126,10 +124,10 @@ class _Subject:
         output: Any = self.model.generate(ids, attention_mask=mask, **options)
         return output.sequences, _finite(torch.stack(output.logits, 1))
 
-    def equal_texts(self, first: Tensor, make_cache: Callable[[], DynamicCache], alone: bool) -> tuple[bool, str]:
+    def equal_texts(self, first: Tensor, schedule: Schedule | None, alone: bool) -> tuple[bool, str]:
         """Whether another run, of the same batch or of each sequence ``alone``, generates the texts of the first."""
         runs = range(len(self.ids)) if alone else [None]
-        texts = [self.generate(make_cache(), run)[0][:, -NEW_TOKENS:] for run in runs]
+        texts = [self.generate(schedule, run)[0][:, -NEW_TOKENS:] for run in runs]
         equal = int((first[:, -NEW_TOKENS:] == torch.cat(texts)).all(1).sum())
         return equal == len(first), f"{equal} of {len(first)} sequences equal"
 
@@ -154,13 +152,13 @@ class _Subject:
     @cached_property
     def skipped(self) -> tuple[Tensor, Tensor]:
         """Tokens and logits of the model that skips."""
-        return self.generate(self.skip_cache())
+        return self.generate(self.schedule)
 
     @cached_property
     def unskipped(self) -> tuple[Tensor, Tensor]:
         """Tokens and logits of the stock model."""
         with self.stock():
-            return self.generate(self.stock_cache())
+            return self.generate(None)
 
     @cached_property
     def reference(self) -> tuple[Tensor, float]:
@@ -183,8 +181,7 @@ class _Subject:
 
 
 def _is_inert(subject: _Subject) -> tuple[bool, str]:
-    full = SkipCache(subject.model, Schedule.full(subject.schedule.num_layers))
-    runs = [subject.generate(cache)[1] for cache in (subject.stock_cache(), full)]
+    runs = [subject.generate(each)[1] for each in (None, Schedule.full(subject.schedule.num_layers))]
     same = all(torch.equal(subject.unskipped[1], logits) for logits in runs)
     return same, f"{NEW_TOKENS} steps bit-identical" if same else "logits differ"
 
@@ -201,15 +198,15 @@ def _training_matches(subject: _Subject) -> tuple[bool, str]:
 
 
 def _matches_alone(subject: _Subject) -> tuple[bool, str]:
-    held, detail = subject.equal_texts(subject.skipped[0], subject.skip_cache, alone=True)
-    if not held and not subject.equal_texts(subject.unskipped[0], subject.stock_cache, alone=True)[0]:
+    held, detail = subject.equal_texts(subject.skipped[0], subject.schedule, alone=True)
+    if not held and not subject.equal_texts(subject.unskipped[0], None, alone=True)[0]:
         detail += "; the stock model's own texts depend on their left padding: use batch size 1"
     return held, detail
 
 
 def _runs_repeat(subject: _Subject) -> tuple[bool, str]:
-    subject.generate(subject.skip_cache(), sequence=1)  # of which nothing may stay behind
-    return subject.equal_texts(subject.skipped[0], subject.skip_cache, alone=False)
+    subject.generate(subject.schedule, sequence=1)  # of which nothing may stay behind
+    return subject.equal_texts(subject.skipped[0], subject.schedule, alone=False)
 
 
 def _work_falls(subject: _Subject) -> tuple[bool, str]:
@@ -222,7 +219,7 @@ def _work_falls(subject: _Subject) -> tuple[bool, str]:
     def flops(depth: int, steps: int) -> Any:
         """FLOPs of the prompt and of decode steps by module."""
         with FlopCounterMode(display=False) as counter:
-            subject.generate(SkipCache(model, least.flat(depth)), new_tokens=1 + steps)
+            subject.generate(least.flat(depth), new_tokens=1 + steps)
         counts = counter.get_flop_counts()
         return {name: sum(counts[name].values()) for name in ("Global", *layers)}
 
