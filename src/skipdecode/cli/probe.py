@@ -11,8 +11,6 @@ from typer import Option
 from . import options as o
 from .console import print_table, say
 
-SPEEDUPS = (1.25, 1.5, 2.0)
-
 
 def probe(
     model: o.Model,
@@ -30,7 +28,7 @@ def probe(
     """
     from ..training.probe import probe as run
 
-    speeds = o.parse_speedups(speedups) or SPEEDUPS
+    speeds = o.parse_speedups(speedups) or (1.25, 1.5, 2.0)
     options: dict[str, Any] = {"prompts": prompts, "num_texts": num_texts, "rank": rank, "dtype": dtype}
     tried = run(model, speeds, max_new_tokens=max_new_tokens or 96, **options, say=say)
     rows = []

@@ -48,16 +48,13 @@ def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
 
 def probe(
     name: str,
-    speedups: Sequence[float] = (1.25, 1.5, 2.0),
+    speedups: Sequence[float],
     *,
     prompts: str | Path | None = None,
     num_texts: int = 64,
     max_new_tokens: int = 96,
     rank: int = 256,
-    batch_size: int = 8,
-    seed: int = 0,
     dtype: str = "auto",
-    device: str | None = None,
     say: Say = log,
 ) -> list[Candidate]:
     """Let a model write texts; fit bypasses to one half of them, and measure :func:`candidates` on the other.
@@ -66,10 +63,9 @@ def probe(
         name: model: folder, Hub name, or ``demo``.
         speedups: targets, 1 to the number of layers.
         prompts: file of prompts for the texts; None: a chat model's own, else the begin-of-text token.
-        num_texts, max_new_tokens, seed: of the texts.
+        num_texts, max_new_tokens: of the texts.
         rank: of the bypasses.
-        batch_size: texts measured together.
-        dtype, device: as :func:`skipdecode.load` takes them.
+        dtype: as :func:`skipdecode.load` takes it.
         say: receives messages for the user.
 
     Raises UsageError if ``name`` is an adapter, or fewer than four texts can be used.
@@ -78,14 +74,14 @@ def probe(
     if checkpoint.adapter is not None:
         raise UsageError(f"{name} is an adapter already: give its model")
     schedules = [(k, schedule) for k in sorted(set(speedups)) for schedule in candidates(checkpoint.num_layers, k)]
-    model = checkpoint.load(dtype, device).requires_grad_(False)
+    model = checkpoint.load(dtype).requires_grad_(False)
     tokenizer = checkpoint.tokenizer
 
     def write(prompts: Any, options: dict[str, Any], name: str) -> Any:
         ids = encode_prompts(tokenizer, prompts)
         with tqdm(desc=name, total=len(ids), file=sys.stderr) as bar:
-            options |= {"seed": seed, "on_batch": lambda stats: bar.update(stats.rows)}
-            return generate_ids(model, tokenizer, ids, None, 4 * batch_size, **options).completions
+            options |= {"seed": 0, "on_batch": lambda stats: bar.update(stats.rows)}
+            return generate_ids(model, tokenizer, ids, None, 32, **options).completions
 
     found = find_prompts(checkpoint, prompts, get_task(), num_texts, write, say)
     texts = self_generate(found, get_task(), num_texts, max_new_tokens, None, write, say)
@@ -94,7 +90,7 @@ def probe(
     if len(texts) < 4:
         raise UsageError(f"probing needs four texts at least: {len(texts)} of {num_texts} can be used")
     half = len(texts) // 2
-    fitted, measured = (prefill(model, tokenizer, part, batch_size) for part in (texts[:half], texts[half:]))
+    fitted, measured = (prefill(model, tokenizer, part) for part in (texts[:half], texts[half:]))
     skipped = divergence(measured, [schedule for _, schedule in schedules])
     tried = []
     for number, (speedup, schedule) in enumerate(tqdm(schedules, "choices of layers", file=sys.stderr)):
