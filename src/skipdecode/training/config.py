@@ -54,6 +54,8 @@ LIMITS = {
     "distill_weight": (0.0, 1),
     "seed": (0, 2**32 - 1),
 }
+#: Options that are fields of new schedules, beside ``bottom_layers``.
+STYLE = "order decay horizon prompt_decay prompt_layers".split()
 Config = TypeVar("Config", bound="RunConfig")
 
 
@@ -68,8 +70,6 @@ class RunConfig:
     """
 
     defaults: ClassVar[dict[str, Any]]
-    #: Options that are fields of new schedules, and their names there.
-    style_options: ClassVar[dict[str, str]] = {"order": "order", "bottom_layers": "warmup"}
 
     model: str
     output: str
@@ -99,7 +99,7 @@ class RunConfig:
     @property
     def style(self) -> dict[str, Any]:
         """Fields of new schedules that the user set."""
-        values = {name: getattr(self, option) for option, name in self.style_options.items()}
+        values = {"warmup": self.bottom_layers} | {name: getattr(self, name, None) for name in STYLE}
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
@@ -154,9 +154,6 @@ class TrainConfig(RunConfig):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"learning_rate": 5e-5, "per_device_train_batch_size": 32}
-    style_options: ClassVar[dict[str, str]] = RunConfig.style_options | {
-        name: name for name in ("decay", "horizon", "prompt_decay", "prompt_layers")
-    }
 
     output: str = "trained"
     speedups: tuple[float, ...] = (1.0, 2.0)
