@@ -97,13 +97,6 @@ class ConfidenceCache(DynamicCache):
         self.ended = self.exited = torch.tensor(False)
         self.only_storing = False  # the running layer is needed for its keys and values alone
 
-    def begin_step(self, ids: Tensor) -> None:
-        """Record the sequences whose last token ended them. ``ids`` (batch, 1) are the step's input."""
-        self.ended = torch.isin(ids[:, -1], torch.tensor(self.stops, device=ids.device)) | self.ended
-        self.exited = self.ended
-        self.step_depths.append(0)
-        self.row_steps += int((~self.ended).sum())
-
     def confident(self, hidden: Tensor) -> Tensor:
         """Whether the top two probabilities at ``hidden`` differ by more than the threshold, (batch,) bool.
 
@@ -141,9 +134,13 @@ def _cache_of(args: Any, kwargs: Any) -> ConfidenceCache | None:
 
 
 def _begin_step(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Record the sequences whose last token, the step's input, ended them."""
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.get_seq_length() > 0:
-        cache.begin_step(kwargs["input_ids"])
+        last = kwargs["input_ids"][:, -1]
+        cache.exited = cache.ended = cache.ended | torch.isin(last, torch.tensor(cache.stops, device=last.device))
+        cache.step_depths.append(0)
+        cache.row_steps += int((~cache.ended).sum())
 
 
 def _run_layer(index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

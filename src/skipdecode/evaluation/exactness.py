@@ -186,10 +186,6 @@ def _is_inert(subject: _Subject) -> tuple[bool, str]:
     return same, f"{NEW_TOKENS} steps bit-identical" if same else "logits differ"
 
 
-def _matches_uncached(subject: _Subject) -> tuple[bool, str]:
-    return subject.equals_reference(subject.skipped[1])
-
-
 def _training_matches(subject: _Subject) -> tuple[bool, str]:
     text = subject.skipped[0][:, :-1]
     with teacher_forced(subject.model, subject.schedule, subject.width):
@@ -234,7 +230,7 @@ def _work_falls(subject: _Subject) -> tuple[bool, str]:
 #: Each returns whether its claim holds, and what was measured, as text.
 CHECKS: dict[str, Callable[[_Subject], tuple[bool, str]]] = {
     "inert at full depth": _is_inert,
-    "cached decoding = these layers without a cache": _matches_uncached,
+    "cached decoding = these layers without a cache": lambda subject: subject.equals_reference(subject.skipped[1]),
     "a training pass = these layers without gates": _training_matches,
     "a sequence in a batch = the sequence alone": _matches_alone,
     "a second run generates the same": _runs_repeat,
