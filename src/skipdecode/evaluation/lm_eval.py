@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..data.collator import Collator
 from ..errors import NOT_FINITE, MissingExtra, ModelError, SkipDecodeError, UsageError
-from ..loading.load import Checkpoint
+from ..loading.load import load
 from ..model.attach import attach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
@@ -62,9 +62,8 @@ class SkipLM(HFLM):
         **options: Any,
     ) -> None:
         if isinstance(pretrained, str):
-            checkpoint = Checkpoint.resolve(pretrained, adapter, revision)
-            options.setdefault("tokenizer", checkpoint.tokenizer)
-            model = checkpoint.load(dtype, device)
+            model, tokenizer = load(pretrained, adapter=adapter, revision=revision, dtype=dtype, device=device)
+            options.setdefault("tokenizer", tokenizer)
         else:
             model = attach(pretrained, adapter=adapter)
         super().__init__(model, backend="causal", **options)
