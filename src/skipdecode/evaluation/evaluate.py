@@ -44,23 +44,13 @@ OnProgress = Callable[[str, int, int], object]
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Settings of an evaluation.
+    """Settings of an evaluation, which the help of ``skipdecode evaluate`` explains, and two for Python.
 
     Args:
-        model: directory, Hub name, adapter or ``demo``.
-        adapter: an adapter for it.
-        data: folder with the task's files, Hub name, or one file of rows, in which prompts are enough.
-        task: how rows are prompted; a task or its name.
+        data: also a Hub name; prompts are enough.
         speedups: target speed-ups in layers; None: the trained ones, else 1 to 5.
-        methods: of :data:`~skipdecode.evaluation.early_exit.METHODS`; empty: the one that trained the model.
-        reference: another full model to compare with; None: ``model`` at 1x.
-        output: folder for the rows, tables and a plot.
-        limit: number of examples to score.
-        batch_size: prompts decoded together.
-        max_new_tokens: None: the task's.
-        timing_examples, timing_rounds: number of examples to time, and how often.
+        timing_examples: number of examples to time.
         dtype, device, quantization: as :func:`skipdecode.load` takes them, for all models alike.
-        overwrite: measure all rows anew.
     """
 
     model: str
