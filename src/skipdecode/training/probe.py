@@ -59,14 +59,8 @@ def probe(
 ) -> list[Candidate]:
     """Let a model write texts; fit bypasses to one half of them, and measure :func:`candidates` on the other.
 
-    Args:
-        name: model: folder, Hub name, or ``demo``.
-        speedups: targets, 1 to the number of layers.
-        prompts: file of prompts for the texts; None: a chat model's own, else the begin-of-text token.
-        num_texts, max_new_tokens: of the texts.
-        rank: of the bypasses.
-        dtype: as :func:`skipdecode.load` takes it.
-        say: receives messages for the user.
+    The help of ``skipdecode probe`` explains the options. Without ``prompts``, the model writes them too. ``say``
+    receives messages for the user.
 
     Raises UsageError if ``name`` is an adapter, or fewer than four texts can be used.
     """
