@@ -12,7 +12,7 @@ from helpers.families import FORMS, LAYERS, build, texts_of
 from skipdecode import Schedule, attach
 from skipdecode.evaluation.divergence import divergence
 from skipdecode.model.teacher_forcing import PrefilledBatch
-from skipdecode.training.adapter_init import RIDGE, Moments
+from skipdecode.training.adapter_init import RIDGE, best_map, moments
 from skipdecode.training.distill import make_model
 
 SIZE, SAMPLES = 6, 500
@@ -30,10 +30,7 @@ def test_no_map_of_its_rank_is_better(rank: int) -> None:
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, SIZE, dtype=torch.float64) + 2
     y = x @ torch.randn(SIZE, SIZE, dtype=torch.float64) + torch.randn(SAMPLES, SIZE, dtype=torch.float64)
-    moments = Moments(SIZE)
-    for piece_x, piece_y in zip(x.split(70), y.split(70), strict=True):
-        moments.add(piece_x, piece_y)
-    solved = moments.solve(rank)
+    solved = best_map(sum(map(moments, x.split(70), y.split(70)), torch.tensor(0)), rank)
     assert [tuple(part.shape) for part in solved] == [(SIZE, rank), (rank, SIZE), (SIZE,)]
     least = error(x, y, *solved)
     for part in range(3):

@@ -17,36 +17,31 @@ from ..schedule import Schedule, SkippedSpan, skipped_spans
 RIDGE = 0.01
 
 
-class Moments:
-    """Sums from which the best affine map from ``x`` to ``y`` follows, both of ``size`` features, in float64."""
+def moments(x: Tensor, y: Tensor) -> Tensor:
+    """Sums of (x, 1) times (x, y, 1) over samples, both (samples, size), in float64."""
+    x, y = x.cpu().double(), y.cpu().double()  # Apple's GPUs have no float64
+    one = x.new_ones(len(x), 1)
+    return torch.cat([x, one], 1).T @ torch.cat([x, y, one], 1)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.sums = torch.zeros(size + 1, 2 * size + 1, dtype=torch.float64)  # (x, 1) times (x, y, 1)
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add samples, both (samples, size)."""
-        x = x.cpu().double()  # Apple's GPUs have no float64
-        one = x.new_ones(len(x), 1)
-        self.sums += torch.cat([x, one], 1).T @ torch.cat([x, y.cpu().double(), one], 1)
+def best_map(sums: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A (size, rank), B (rank, size) and c (size) of ``y = (x A) B + c``, from the :func:`moments` of all samples.
 
-    def solve(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A (size, rank), B (rank, size) and c (size) of ``y = (x A) B + c``.
-
-        Of all maps of this rank, it has the least squared error with the ridge penalty (reduced-rank regression).
-        """
-        means = self.sums / self.sums[-1, -1]
-        mean_x, mean_y = means[-1, :-1].split(self.size)
-        xx, xy = means[:-1, :-1].split(self.size, 1)
-        xx = xx - torch.outer(mean_x, mean_x)
-        xy = xy - torch.outer(mean_x, mean_y)
-        xx += RIDGE * xx.diagonal().mean() * torch.eye(len(xx), dtype=torch.float64)
-        full = torch.linalg.solve(xx, xy)
-        # The directions of ``y`` in which the fitted values vary most.
-        _, directions = torch.linalg.eigh(full.T @ xx @ full)
-        up = directions[:, -rank:].T
-        down = full @ up.T
-        return down, up, mean_y - (mean_x @ down) @ up
+    Of all maps of this rank, it has the least squared error with the ridge penalty (reduced-rank regression).
+    """
+    means = sums / sums[-1, -1]
+    size = len(means) - 1
+    mean_x, mean_y = means[-1, :-1].split(size)
+    xx, xy = means[:-1, :-1].split(size, 1)
+    xx = xx - torch.outer(mean_x, mean_x)
+    xy = xy - torch.outer(mean_x, mean_y)
+    xx += RIDGE * xx.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    full = torch.linalg.solve(xx, xy)
+    # The directions of ``y`` in which the fitted values vary most.
+    _, directions = torch.linalg.eigh(full.T @ xx @ full)
+    up = directions[:, -rank:].T
+    down = full @ up.T
+    return down, up, mean_y - (mean_x @ down) @ up
 
 
 @torch.no_grad()
@@ -67,9 +62,9 @@ def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch], known: Col
         for schedule, own in zip(schedules, spans, strict=True):
             if place < len(own) and own[place] not in fitted:
                 todo.setdefault(own[place], schedule)
-        for span, moments in _moments(todo, batches, below=place > 0).items():
+        for span, sums in _moments(todo, batches, below=place > 0).items():
             bypass: Any = adapter.bypasses[str(span)]
-            down, up, bias = moments.solve(bypass.down.shape[1])
+            down, up, bias = best_map(sums, bypass.down.shape[1])
             bypass.down.copy_(down)
             bypass.up.copy_(up)
             bypass.bias.copy_(bias)
@@ -78,20 +73,18 @@ def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch], known: Col
 
 def _moments(
     spans: Mapping[SkippedSpan, Schedule], batches: Sequence[PrefilledBatch], below: bool
-) -> dict[SkippedSpan, Moments]:
-    """Moments of each span's input and of what the full model adds in the span.
+) -> dict[SkippedSpan, Any]:
+    """:func:`moments` of each span's input and of what the full model adds in the span.
 
     ``below``: the schedules skip layers below the spans too, so that inputs differ from the full model's.
     """
-    found: dict[SkippedSpan, Moments] = {}
+    found: dict[SkippedSpan, Any] = {}
     for batch in batches if spans else ():
         full = _hidden_states(batch, None, {end for span in spans for end in span})
         for span, schedule in spans.items():
             given = _hidden_states(batch, schedule, {span.start})[span.start] if below else full[span.start]
-            size = given.shape[-1]
-            x = given[batch.counted].reshape(-1, size)
-            y = (full[span.stop] - given)[batch.counted].reshape(-1, size)
-            found.setdefault(span, Moments(size)).add(x, y)
+            x, y = (states[batch.counted].flatten(0, -2) for states in (given, full[span.stop] - given))
+            found[span] = found.get(span, 0) + moments(x, y)
     return found
 
 
