@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,36 +90,29 @@ def _moments(
     return found
 
 
-def _hidden_states(batch: PrefilledBatch, schedule: Schedule | None, before: Collection[int]) -> dict[int, Tensor]:
-    """Layers' inputs in a pass over the texts, (batch, R, …, size).
+def _hidden_states(batch: PrefilledBatch, schedule: Schedule | None, before: set[int]) -> dict[int, Tensor]:
+    """Inputs (batch, R, …, size) of the layers ``before`` in a pass over the texts; L stands for the last one's output.
 
-    A layer that a position skips passes its input on, so each entry holds all R positions. Positions of some models
-    (Gemma 3n) have several hidden states.
-
-    Args:
-        batch: whose model and texts of R positions.
-        schedule: of the pass; None: the full model.
-        before: indices of layers; the number of layers stands for the last one's output.
+    Without a schedule, the full model runs. A layer that a position skips passes its input on, so each entry holds
+    all R positions. Positions of some models (Gemma 3n) have several hidden states.
     """
     layers = decoder_layers(batch.model)
     width = batch.batch["input_ids"].shape[1] - batch.prompt
     axis = gates_of(batch.model).axis
     seen: dict[int, Tensor] = {}
 
-    def keep(index: int, hidden: Tensor) -> None:
-        seen[index] = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
-
-    def before_layer(index: int) -> Any:
-        return lambda module, args, kwargs: keep(index, args[0] if args else kwargs["hidden_states"])
+    def before_layer(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen[index] = args[0] if args else kwargs["hidden_states"]
 
     def after_last(module: nn.Module, args: Any, output: Any) -> None:
-        keep(len(layers), output[0] if isinstance(output, tuple) else output)
+        seen[len(layers)] = output[0] if isinstance(output, tuple) else output
 
-    hooks = [layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True) for i in before if i < len(layers)]
-    hooks.append(layers[-1].register_forward_hook(after_last))
     # Only the last position's logits, unless the model would then leave positions out of layers that share KV.
     few: Any = {} if kv_shared_layers(batch.model.config) else {"logits_to_keep": 1}
-    batch.logits(schedule, **few)
-    for hook in hooks:
-        hook.remove()
-    return seen
+    with ExitStack() as hooks:
+        hooks.enter_context(layers[-1].register_forward_hook(after_last))
+        for index in before - {len(layers)}:
+            hook = partial(before_layer, index)
+            hooks.enter_context(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
+        batch.logits(schedule, **few)
+    return {index: hidden.movedim((axis - 1, axis), (0, 1))[:, -width:] for index, hidden in seen.items()}
