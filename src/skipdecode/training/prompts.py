@@ -98,17 +98,13 @@ def next_messages(
     first two tokens are drawn by themselves, and each different beginning goes on as often. ``systems`` is the number
     of system messages that are written beside; what the template takes not is told and left out.
     """
-    tokenizer = checkpoint.tokenizer
     starts = []  # what the model gets, what ends its message, and where that belongs
     for chat, role, times in [(chat, "user", 1) for chat in begun] + [((), "system", systems)] * bool(systems):
         try:
-            before, after = around_message(tokenizer, role, chat)
+            before, after = around_message(checkpoint.tokenizer, role, chat)
         except ModelError as error:
             say(f"without a {role} message behind {len(chat)} others: {error}")
             break
-        bos = tokenizer.bos_token
-        if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-            before = before.removeprefix(bos)  # the tokenizer adds one
         starts += [(before, after, chat, role)] * times
     if not starts:
         return []
