@@ -50,10 +50,7 @@ def best_map(sums: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch], known: Collection[str] = ()) -> None:
     """Fit each low-rank bypass to the full model's hidden states behind its skipped span, from the bottom up.
 
-    Args:
-        adapter: that of the model that runs the batches.
-        batches: texts that the model wrote.
-        known: names of bypasses that stay as they are.
+    The model of the adapter wrote the texts of ``batches``. Bypasses that are named in ``known`` stay as they are.
     """
     schedules = [schedule.flat(depth) for schedule in adapter.schedules.values() for depth in schedule.distinct_depths]
     spans = [skipped_spans(schedule.layers(schedule.max_depth), adapter.num_layers) for schedule in schedules]

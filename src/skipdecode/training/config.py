@@ -215,10 +215,8 @@ class DistillConfig(RunConfig):
 def claim_output(config: RunConfig, fingerprint: str, overwrite: bool) -> Path | None:
     """Record a run in its output folder; return the newest checkpoint of the same run, from which it resumes.
 
-    Args:
-        config: the run's options.
-        fingerprint: of the model's files.
-        overwrite: delete what the run before left, but texts of the same options.
+    ``fingerprint`` is that of the model's files. ``overwrite`` deletes what the run before left, but texts of the same
+    options.
 
     Raises UsageError if the folder holds another run, FileError if it holds a model that no run wrote.
     """

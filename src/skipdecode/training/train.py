@@ -31,12 +31,8 @@ from .trainer import SkipTrainer, TextCollator
 def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> None:
     """Fine-tune all weights with the schedule on, and save a stock model whose config holds the schedules.
 
-    A killed run resumes from its newest checkpoint in ``config.output``, and ends with the weights of an unbroken run.
-
-    Args:
-        config: the run.
-        overwrite: start anew.
-        say: receives messages for the user.
+    A killed run resumes from its newest checkpoint in ``config.output``, and ends with the weights of an unbroken run;
+    with ``overwrite`` it starts anew. ``say`` receives messages for the user.
 
     Raises:
         SkipDecodeError: options, model, data or output folder do not fit.
