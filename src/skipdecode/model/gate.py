@@ -246,26 +246,21 @@ class PatchedPrepareInputs(Patch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs of a forward pass; before those of a prompt, the SkipCache is told that one begins."""
         cache = find_cache(args, kwargs)
-        if cache is None:
-            return self._prepared(args, kwargs)
-        if kwargs.get("use_cache") is False:
-            raise CacheError("with use_cache=False every step runs the whole text: leave it out, or detach(model)")
-        # ``generate`` gives a decode step its length, 1. (Before 5.23, it gives a chunk of a prompt neither argument.)
-        new = kwargs.get("next_sequence_length")
-        if kwargs.get("is_first_iteration") or new is None:
-            cache.begin_prompt()
-            if new is not None and new < 1:
-                raise CacheError("the cache holds the whole prompt: leave at least its last token out of a prefix")
-        inputs = self._prepared(args, kwargs)
-        self.gates.expected = weakref.ref(cache)
-        return inputs
-
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original's inputs. Phi-3 drops an empty cache before a prompt that needs its long RoPE: put back."""
+        if cache is not None:
+            if kwargs.get("use_cache") is False:
+                raise CacheError("with use_cache=False every step runs the whole text: leave it out, or detach(model)")
+            # ``generate`` gives a decode step its length, 1. (Before 5.23, it gives a chunk of a prompt neither one.)
+            new = kwargs.get("next_sequence_length")
+            if kwargs.get("is_first_iteration") or new is None:
+                cache.begin_prompt()
+                if new is not None and new < 1:
+                    raise CacheError("the cache holds the whole prompt: leave at least its last token out of a prefix")
         inputs = self.original(*args, **kwargs)
         given = kwargs.get(CACHE)
         if isinstance(given, Cache) and inputs.get(CACHE) is None and not given.get_seq_length():
-            inputs[CACHE] = given
+            inputs[CACHE] = given  # Phi-3 drops an empty cache before a prompt that needs its long RoPE
+        if cache is not None:
+            self.gates.expected = weakref.ref(cache)
         return inputs
 
 
