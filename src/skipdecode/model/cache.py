@@ -56,11 +56,6 @@ class PreallocatedLayer(DynamicLayer):
         self._allocated = allocated
         return self.keys, self.values
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that keys and values take, including spare room."""
-        return sum(x.numel() * x.element_size() for x in self._allocated or (self.keys, self.values) if x is not None)
-
 
 def _enlarged(held: Tensor, states: Tensor, start: int) -> Tensor:
     rows = held.shape[:-2] if start else states.shape[:-2]  # a prefix of fewer rows must not spread over all
@@ -299,9 +294,8 @@ def total_kv_bytes(cache: Any) -> int:
 
 def layer_kv_bytes(layer: Any) -> int:
     """Bytes of one cache layer's states, with spare room; tensors of one axis are no states."""
-    if isinstance(layer, PreallocatedLayer):
-        return layer.nbytes
-    return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)
+    allocated = getattr(layer, "_allocated", None)
+    return sum(x.nbytes for x in _tensors(allocated or vars(layer).values()) if x.ndim > 1)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
