@@ -146,8 +146,7 @@ class SkipCache(DynamicCache):
     def begin_prompt(self) -> None:
         """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
         self._begins_prompt = True
-        if self.passes:
-            self._check_whole("a prompt, or a chunk of one,")
+        self._check_whole("a prompt, or a chunk of one,")
 
     def begin_text(self, schedule: Schedule) -> None:
         """Announce that the next pass, the last one, runs all decode steps of a text at once, as in training.
@@ -164,7 +163,7 @@ class SkipCache(DynamicCache):
         return self._mask_sizes[index] if self._mask_sizes else self.width
 
     def _check_whole(self, what: str) -> None:
-        if not (self._is_whole or self.schedule.is_full):
+        if self.passes and not (self._is_whole or self.schedule.is_full):
             raise CacheError(
                 f"{what} came after the prompt, but layers of this cache are retired or recurrent: give the whole text "
                 "and a new SkipCache"
@@ -187,8 +186,7 @@ class SkipCache(DynamicCache):
             self._mask_sizes = [self.layers[owner].get_mask_sizes(width)[0] for owner in owners]
             upcoming = count
         elif self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
-            if self.passes:
-                self._check_whole(f"{width} new positions")
+            self._check_whole(f"{width} new positions")
             # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.
             self.counts = schedule.positions_per_layer(width, width)
             self._step = 0

@@ -26,7 +26,7 @@ from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
 from .cache_name import CACHE, CACHE_NAMES
-from .inspect import GATES, kv_shared_layers, positions_axis
+from .inspect import GATES, kv_shared_layers, text_config
 
 
 class Gates:
@@ -35,7 +35,8 @@ class Gates:
     def __init__(self, config: Any) -> None:
         #: By layer that attends to another layer's keys and values: that layer.
         self.kv_shared_layers = kv_shared_layers(config)
-        self.axis = positions_axis(config)
+        #: Axis of the positions in hidden states: Gemma 3n has streams before the batch.
+        self.axis = 2 if hasattr(text_config(config), "altup_num_inputs") else 1
         #: Acts at positions that skip layers; None: hidden states pass a skipped layer unchanged.
         self.adapter: Adapter | None = None
         #: What ``generate`` follows without a cache, if it is patched.

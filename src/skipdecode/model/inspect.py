@@ -70,11 +70,6 @@ def check_kind(model: nn.Module) -> None:
         raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
 
 
-def positions_axis(config: Any) -> int:
-    """Axis of the positions in hidden states: (batch, positions, size), but Gemma 3n has streams before the batch."""
-    return 2 if hasattr(text_config(config), "altup_num_inputs") else 1
-
-
 def kv_shared_layers(config: Any) -> dict[int, int]:
     """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to."""
     config = text_config(config)
