@@ -21,10 +21,10 @@ from .gate import (
     PatchedGenerate,
     PatchedPrepareInputs,
     RefusedBatching,
+    patches_on,
     put,
-    remove_patches,
 )
-from .inspect import check_kind, decoder_layers, gates_of
+from .inspect import GATES, check_kind, decoder_layers, gates_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -108,7 +108,14 @@ def put_adapter(model: nn.Module, adapter: Adapter | None) -> None:
 
 def detach(model: Model) -> Model:
     """Remove everything that SkipDecode put on the model, and return the model as it was before."""
-    remove_patches(model)
+    for module in model.modules():
+        vars(module).pop(GATES, None)
+        for name, patch in list(patches_on(module)):
+            # An attribute where accelerate keeps the original is no method of the class: it must not be deleted.
+            if patch.was_instance_attribute or not hasattr(type(module), name):
+                setattr(module, name, patch.original)
+            else:
+                delattr(module, name)
     return model
 
 

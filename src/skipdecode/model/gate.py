@@ -98,18 +98,6 @@ def patches_on(module: nn.Module) -> Iterator[tuple[str, Patch]]:
             patch = patch.original
 
 
-def remove_patches(model: nn.Module) -> None:
-    """Remove all patches from the model and its modules."""
-    for module in model.modules():
-        vars(module).pop(GATES, None)
-        for name, patch in list(patches_on(module)):
-            # An attribute where accelerate keeps the original is no method of the class: it must not be deleted.
-            if patch.was_instance_attribute or not hasattr(type(module), name):
-                setattr(module, name, patch.original)
-            else:
-                delattr(module, name)
-
-
 class Gate(Patch):
     """Replacement of one decoder layer's ``forward``."""
 
