@@ -38,12 +38,8 @@ def bind(schedule: Schedule, config: Any, trained: Mapping[float, Schedule] | No
         order.setdefault(layer)
     if tuple(order) != schedule.ranking:
         schedule = schedule.replace(order=tuple(order))
-    if trained is not None:
-        _check_trained(schedule, trained)
-    return schedule
-
-
-def _check_trained(schedule: Schedule, trained: Mapping[float, Schedule]) -> None:
+    if trained is None:
+        return schedule
     known_in_prompt = set().union(*(each.prompt_layer_sets for each in trained.values()))
     known = set().union(*(each.step_layer_sets for each in trained.values()))
     unknown = (schedule.prompt_layer_sets - known_in_prompt) | (schedule.step_layer_sets - known)
@@ -52,6 +48,7 @@ def _check_trained(schedule: Schedule, trained: Mapping[float, Schedule]) -> Non
             skipped = ", ".join(map(str, spans))
             speeds = " and ".join(f"{speedup:g}x" for speedup in trained)
             raise ScheduleError(f"the adapter cannot skip layers {skipped}: it was trained for {speeds}")
+    return schedule
 
 
 def trained_schedules(model: nn.Module) -> dict[float, Schedule]:
