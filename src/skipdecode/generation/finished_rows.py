@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ SHARE = 0.5
 BY_ROW = ("input_ids", "attention_mask", "position_ids")
 
 
-class FinishedRows:
+class FinishedRows(ExitStack):
     """A context around ``model.generate`` in which ended rows leave the batch. It changes no token.
 
     A row that has left gets zero logits, and ``generate`` writes padding for it. All rows stay with a cache of another
@@ -32,25 +33,15 @@ class FinishedRows:
     """
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache, ended: Tensor) -> None:
-        self.model = model
+        super().__init__()
         self.cache = cache
         self.ended = ended
         self.kept = torch.arange(len(ended), device=ended.device)
         self.peak_kv_bytes = 0
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> FinishedRows:
-        known = type(self.cache) in (DynamicCache, SkipCache) and not hasattr(self.model, "_reorder_cache")
-        if known and self.model._compiled_call_impl is None:
-            self._hooks = [
-                self.model.register_forward_pre_hook(self._before, with_kwargs=True),
-                self.model.register_forward_hook(self._after),
-            ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        known = type(cache) in (DynamicCache, SkipCache) and not hasattr(model, "_reorder_cache")
+        if known and model._compiled_call_impl is None:
+            self.enter_context(model.register_forward_pre_hook(self._before, with_kwargs=True))
+            self.enter_context(model.register_forward_hook(self._after))
 
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
