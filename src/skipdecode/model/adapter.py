@@ -226,16 +226,14 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
         "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
     }
     dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
-    # ``stand_ins`` is the format's name of bypasses; LoRA has PEFT's names.
-    parts = {name: each for name, each in adapter.state_dict().items() if not name.startswith("lora.")}
-    named = {name.replace("bypasses.", "stand_ins."): each for name, each in parts.items()}
-    if adapter.loras:
-        stack = decoder_layers(model)
-        layers = next(name for name, module in model.named_modules() if module is stack)
-        for name, lora in adapter.loras.items():
-            matrices = lora.state_dict().items()
-            named |= {f"base_model.model.{layers}.{name}.{part}.weight": each for part, each in matrices}
-    weights = {name: each.to("cpu", dtype).contiguous() for name, each in named.items()}
+    stack = decoder_layers(model) if adapter.loras else None
+    layers = next((name for name, module in model.named_modules() if module is stack), "")
+    weights = {}
+    for name, each in adapter.state_dict().items():
+        if name.startswith("lora."):  # PEFT's names
+            name = f"base_model.model.{layers}.{name.removeprefix('lora.').replace('/', '.')}.weight"
+        name = name.replace("bypasses.", "stand_ins.")  # the format's name of bypasses
+        weights[name] = each.to("cpu", dtype).contiguous()
     samples = {SAMPLE + name: sample(weight) for name, weight in model.named_parameters()}
     write(folder / WEIGHTS, save(weights | samples))
     write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
@@ -284,19 +282,18 @@ def read_adapter(folder: Path) -> Adapter:
     """Adapter of a folder, whatever the model. Raises FileError if it is missing or damaged."""
     about = read_about(folder)
     try:
-        named = {name: each for name, each in load_file(folder / WEIGHTS).items() if not name.startswith(SAMPLE)}
         weights: dict[str, Tensor] = {}
         loras: dict[str, dict[str, Tensor]] = {}
-        for name, each in named.items():
+        for name, each in load_file(folder / WEIGHTS).items():
+            if name.startswith(SAMPLE):
+                continue
             if lora := re.fullmatch(r".*?\b(\d+\..+)\.(lora_[AB])\.weight", name):
                 loras.setdefault(lora[1], {})[lora[2]] = each
-            else:
-                weights[name.replace("stand_ins.", "bypasses.")] = each
+                name = f"lora.{lora[1].replace('.', '/')}.{lora[2]}"
+            weights[name.replace("stand_ins.", "bypasses.")] = each
         size = next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
         sizes = {name: (parts["lora_A"].shape[1], parts["lora_B"].shape[0]) for name, parts in loras.items()}
         adapter = Adapter(size, about["rank"], read_schedules(folder), sizes, about.get("lora_rank", 0))
-        for name, parts in loras.items():
-            weights |= {f"lora.{name.replace('.', '/')}.{part}": each for part, each in parts.items()}
         adapter.load_state_dict(weights)
         adapter.sampling = read_sampling(folder)
     except (SafetensorError, RuntimeError, OSError, KeyError, TypeError) as error:
