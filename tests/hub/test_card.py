@@ -14,9 +14,7 @@ SCHEDULES = {1.0: Schedule.full(24), 1.5: Schedule(24, 16, 16, 1, decay="constan
 
 
 def test_an_adapters_card_names_its_base_and_how_to_run_it() -> None:
-    card = model_card(
-        "me/fast", SCHEDULES, is_adapter=True, base_model="you/base", trained_with="skipdecode distill MODEL"
-    )
+    card = model_card("me/fast", SCHEDULES, is_adapter=True, base_model="you/base")
     data = yaml.safe_load(str(card).split("---")[1])
     assert data["base_model"] == "you/base"
     assert data["base_model_relation"] == "adapter"
@@ -25,7 +23,6 @@ def test_an_adapters_card_names_its_base_and_how_to_run_it() -> None:
     assert '"custom_generate": "me/fast", "trust_remote_code": True, "speedup": 1.5, "adapter": "me/fast"}' in card.text
     assert 'from_pretrained("you/base")' in card.text
     assert "skipdecode serve you/base --adapter me/fast" in card.text
-    assert "## Training\n\n    skipdecode distill MODEL" in card.text
     assert "## Evaluation" not in card.text
 
 

@@ -1,4 +1,4 @@
-"""Model cards, from a checkpoint's or adapter's schedules, its training command and an evaluation."""
+"""Model cards, from a checkpoint's or adapter's schedules and an evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def model_card(
     *,
     is_adapter: bool,
     base_model: str | None = None,
-    trained_with: str | None = None,
     results: Path | None = None,
     license: str | None = None,
 ) -> ModelCard:
@@ -31,7 +30,6 @@ def model_card(
         schedules: by target speed-up.
         is_adapter: whether it is an adapter; it then has a ``base_model``.
         base_model: Hub name of the model that it was trained from.
-        trained_with: the command.
         results: folder that ``skipdecode evaluate`` wrote.
         license: as the Hub names it, such as ``apache-2.0``.
     """
@@ -56,7 +54,6 @@ def model_card(
         depths=", ".join(f"{_depths(schedules[speed])} at {speed:g}x" for speed in speeds),
         speeds=", ".join(f"{speed:g}" for speed in speeds),
         speedup=f"{min(speeds, default=1):g}",
-        trained_with=trained_with,
         table=None if results is None else _table(results),
         plot=PLOT if results is not None and (results / PLOT).exists() else None,
     )
