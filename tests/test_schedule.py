@@ -22,7 +22,6 @@ from skipdecode.schedule import (
     choose_schedule,
     decay_weight,
     flat_depth,
-    ranking,
     round_half_up,
     skipped_spans,
 )
@@ -290,8 +289,9 @@ def test_an_order_ranks_every_layer_once(layers: int) -> None:
     """A ranking is a permutation; ``even`` takes the farthest layer each time, the lowest on ties."""
     for order in ("top", "bottom", "even"):
         for warmup in range(layers + 1):
-            assert sorted(ranking(order, layers, warmup)) == list(range(layers))
-    even = ranking("even", layers, 0)
+            schedule = Schedule(layers, layers, layers, 1, "constant", order, warmup)
+            assert sorted(schedule.ranking) == list(range(layers))
+    even = Schedule(layers, layers, layers, 1, "constant", "even").ranking
     assert even[:2] == (0, layers - 1)[:layers]
     for count in range(2, layers):
         gaps = {i: min(abs(i - j) for j in even[:count]) for i in range(layers) if i not in even[:count]}

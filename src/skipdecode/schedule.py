@@ -154,8 +154,25 @@ class Schedule:
 
     @cached_property
     def ranking(self) -> tuple[int, ...]:
-        """All layer indices, the most important first: depth ``d`` runs the layers ``ranking[:d]``."""
-        return ranking(self.order, self.num_layers, self.warmup)
+        """All layer indices, the most important first: depth ``d`` runs the layers ``ranking[:d]``.
+
+        ``top``, as in the SkipDecode paper: ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …,
+        as in early exit. ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on
+        ties. A permutation is returned as it is.
+        """
+        layers = range(self.num_layers)
+        if isinstance(self.order, tuple):
+            return self.order
+        if self.order == "bottom":
+            return tuple(layers)
+        if self.order == "top":
+            return (*layers[: self.warmup], *reversed(layers[self.warmup :]))
+        ranked = [0]
+        distance = list(layers)  # from each layer to the nearest ranked one
+        while len(ranked) < self.num_layers:
+            ranked.append(max(layers, key=lambda i: (distance[i], -i)))
+            distance = [min(known, abs(i - ranked[-1])) for i, known in enumerate(distance)]
+        return tuple(ranked)
 
     @cached_property
     def _depths(self) -> tuple[int, ...]:
@@ -286,7 +303,7 @@ def skipped_spans(layers: Sequence[int], num_layers: int) -> list[SkippedSpan]:
     return [SkippedSpan(a + 1, b) for a, b in pairwise((-1, *layers, num_layers)) if b > a + 1]
 
 
-# --- the parts: depths, the decay between them, and the ranking of the layers
+# --- the parts: depths, and the decay between them
 
 
 def budget(speedup: float, num_layers: int) -> tuple[int, int]:
@@ -332,27 +349,6 @@ def interpolate(weight: float, most: int, least: int) -> int:
 def round_half_up(x: float) -> int:
     """Nearest whole number, halves up; 1e-9 absorbs the error of a sum that should be exact."""
     return math.floor(x + 0.5 + 1e-9)
-
-
-def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple[int, ...]:
-    """All layers, best-ranked first: depth ``n`` runs the first ``n``.
-
-    ``top``, as in the SkipDecode paper: ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …, as in
-    early exit. ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on ties. A
-    permutation is returned as it is.
-    """
-    if isinstance(order, tuple):
-        return order
-    if order == "bottom":
-        return tuple(range(num_layers))
-    if order == "top":
-        return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
-    ranked = [0]
-    distance = list(range(num_layers))  # from each layer to the nearest ranked one
-    while len(ranked) < num_layers:
-        ranked.append(max(range(num_layers), key=lambda i: (distance[i], -i)))
-        distance = [min(known, abs(i - ranked[-1])) for i, known in enumerate(distance)]
-    return tuple(ranked)
 
 
 def _check(schedule: Schedule) -> None:
