@@ -166,7 +166,8 @@ class Adapter(nn.Module):
         ends = sorted({*counts, width} - {0})
         parts = []
         start = 0
-        for module, same in groupby(ends, lambda end: self._module(layer, _running(counts, end))):
+        acting = {end: self._module(layer, [i for i, count in enumerate(counts) if count >= end]) for end in ends}
+        for module, same in groupby(ends, acting.get):
             stop = max(same)
             part = hidden.narrow(axis, start, stop - start)
             parts.append(part if module is None else module(part))
@@ -202,11 +203,6 @@ class Adapter(nn.Module):
 def _layer(name: str) -> int:
     """Index of the layer of a linear module."""
     return int(name.partition(".")[0])
-
-
-def _running(counts: Sequence[int], position: int) -> list[int]:
-    """Layers that run the ``position``-th position, counted from 1."""
-    return [layer for layer, count in enumerate(counts) if count >= position]
 
 
 # --- the folder
