@@ -80,15 +80,14 @@ class Profile:
         vocabulary = text_config(model.config).vocab_size
         generator = torch.Generator().manual_seed(0)
         found: list[list[tuple[float, float]]] = [[] for _ in wanted]
-        for number in range(rounds + 1):  # rounds are the outer loop: a passing load slows all cells alike
+        for _ in range(rounds + 1):  # the outer loop: a passing load slows all cells alike
             for at, (size, length, schedule) in enumerate(wanted):
                 ids = torch.randint(vocabulary // 8, vocabulary, (size, length), generator=generator).tolist()
                 stats = generate_ids(model, tokenizer, ids, schedule, size, do_sample=False, **forced(STEPS)).stats
-                if number > 0:
-                    found[at].append((stats.seconds - stats.decode_seconds, stats.decode_seconds / stats.steps))
+                found[at].append((stats.seconds - stats.decode_seconds, stats.decode_seconds / stats.steps))
                 on_run()
-        for (size, length, schedule), seconds in zip(wanted, found, strict=True):
-            prompt, step = map(min, zip(*seconds, strict=True))
+        for (size, length, schedule), (_, *seconds) in zip(wanted, found, strict=True):
+            prompt, step = map(min, zip(*seconds, strict=True))  # without the first round, which warms up
             self.prompts.append(Cell(size, length, prompt_depth(schedule, length), prompt))
             self.steps.append(Cell(size, length + STEPS // 2, schedule.max_depth, step))
 

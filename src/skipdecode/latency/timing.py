@@ -67,14 +67,12 @@ def alternate(
     A round before them warms up. Runs alternate so that other load on the machine slows all of them alike.
     """
     outputs: dict[Name, list[GenerationOutput]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):
         for name, run in runs.items():
-            output = run()
-            if number > 0:
-                outputs[name].append(output)
+            outputs[name].append(run())
             on_run()
     timings = {}
-    for name, timed in outputs.items():
+    for name, (_, *timed) in outputs.items():
         seconds = statistics.median(output.stats.seconds for output in timed)
         decode_seconds = statistics.median(output.stats.decode_seconds for output in timed)
         timings[name] = Timing(timed[-1], seconds, decode_seconds)
