@@ -81,7 +81,36 @@ class Schedule:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.prompt_layers == "max":
             object.__setattr__(self, "prompt_layers", self.max_depth)
-        _check(self)
+        layers, most, least = self.num_layers, self.max_depth, self.min_depth
+        order, depths, warmup = self.order, self.depths, self.warmup
+        known = sorted(order) == list(range(layers)) if isinstance(order, tuple) else order in ORDERS
+        in_prompt = layers if self.prompt_layers is None else self.prompt_layers
+        rules = {
+            f"depths must be 1 to the number of layers, min_depth first: min {least}, max {most}, layers {layers}": (
+                1 <= least <= most <= layers
+            ),
+            f"horizon must be 1 or more, not {self.horizon}": self.horizon >= 1,
+            f"prompt_decay must be 0 or more, not {self.prompt_decay}": self.prompt_decay >= 0,
+            f"stairs must be 2 or more, not {self.stairs}": self.stairs >= 2,
+            f"rate must be a finite number above 0, not {self.rate}": 0 < self.rate < math.inf,
+            f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}": self.decay in DECAYS,
+            "depths and decay='list' go together": bool(depths) == (self.decay == "list"),
+            "max_depth, min_depth and horizon contradict depths: use Schedule.from_depths": (
+                not depths or (most, least, self.horizon) == (depths[0], depths[-1], len(depths))
+            ),
+            f"depths must never increase, since a skipped layer holds no keys to go back to: {depths}": (
+                not depths or all(a >= b for a, b in pairwise(depths))
+            ),
+            "decay 'constant' needs max_depth equal to min_depth": self.decay != "constant" or most == least,
+            f"order must be {', '.join(ORDERS)} or hold each of the layers 0 to {layers - 1} once, not {order}": known,
+            f"warmup must be 0 to min_depth ({least}), not {warmup}": order != "top" or 0 <= warmup <= least,
+            f"prompt_layers must be max_depth ({most}) to num_layers ({layers}), not {in_prompt}": (
+                isinstance(in_prompt, int) and most <= in_prompt <= layers
+            ),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ScheduleError(rule)
 
     # --- what a step runs
 
@@ -349,37 +378,3 @@ def interpolate(weight: float, most: int, least: int) -> int:
 def round_half_up(x: float) -> int:
     """Nearest whole number, halves up; 1e-9 absorbs the error of a sum that should be exact."""
     return math.floor(x + 0.5 + 1e-9)
-
-
-def _check(schedule: Schedule) -> None:
-    """Raise ScheduleError if a field of the schedule is invalid or contradicts another."""
-    layers, most, least = schedule.num_layers, schedule.max_depth, schedule.min_depth
-    order, depths, warmup = schedule.order, schedule.depths, schedule.warmup
-    known = sorted(order) == list(range(layers)) if isinstance(order, tuple) else order in ORDERS
-    in_prompt = layers if schedule.prompt_layers is None else schedule.prompt_layers
-    rules = {
-        f"depths must be 1 to the number of layers, min_depth first: min {least}, max {most}, layers {layers}": (
-            1 <= least <= most <= layers
-        ),
-        f"horizon must be 1 or more, not {schedule.horizon}": schedule.horizon >= 1,
-        f"prompt_decay must be 0 or more, not {schedule.prompt_decay}": schedule.prompt_decay >= 0,
-        f"stairs must be 2 or more, not {schedule.stairs}": schedule.stairs >= 2,
-        f"rate must be a finite number above 0, not {schedule.rate}": 0 < schedule.rate < math.inf,
-        f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}": schedule.decay in DECAYS,
-        "depths and decay='list' go together": bool(depths) == (schedule.decay == "list"),
-        "max_depth, min_depth and horizon contradict depths: use Schedule.from_depths": (
-            not depths or (most, least, schedule.horizon) == (depths[0], depths[-1], len(depths))
-        ),
-        f"depths must never increase, since a skipped layer holds no keys to go back to: {depths}": (
-            not depths or all(a >= b for a, b in pairwise(depths))
-        ),
-        "decay 'constant' needs max_depth equal to min_depth": schedule.decay != "constant" or most == least,
-        f"order must be {', '.join(ORDERS)} or hold each of the layers 0 to {layers - 1} once, not {order}": known,
-        f"warmup must be 0 to min_depth ({least}), not {warmup}": order != "top" or 0 <= warmup <= least,
-        f"prompt_layers must be max_depth ({most}) to num_layers ({layers}), not {in_prompt}": (
-            isinstance(in_prompt, int) and most <= in_prompt <= layers
-        ),
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise ScheduleError(rule)
