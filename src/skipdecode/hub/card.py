@@ -34,7 +34,10 @@ def model_card(
         license: as the Hub names it, such as ``apache-2.0``.
     """
     speeds = [speed for speed in schedules if speed > 1]
-    name = repo.split("/")[-1]
+    table = None
+    if results is not None:  # without the command, which names the user's folders
+        lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
+        table = "".join(line for line in lines if not line.startswith("command: "))
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -46,7 +49,7 @@ def model_card(
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        name=name,
+        name=repo.split("/")[-1],
         repo=repo,
         is_adapter=is_adapter,
         model=base_model if is_adapter else repo,
@@ -54,7 +57,7 @@ def model_card(
         depths=", ".join(f"{_depths(schedules[speed])} at {speed:g}x" for speed in speeds),
         speeds=", ".join(f"{speed:g}" for speed in speeds),
         speedup=f"{min(speeds, default=1):g}",
-        table=None if results is None else _table(results),
+        table=table,
         plot=PLOT if results is not None and (results / PLOT).exists() else None,
     )
 
@@ -62,9 +65,3 @@ def model_card(
 def _depths(schedule: Schedule) -> str:
     most, least = schedule.max_depth, schedule.min_depth
     return f"{most if most == least else f'{most} to {least}'} of {schedule.num_layers} layers"
-
-
-def _table(results: Path) -> str:
-    """Table of an evaluation without its command, which names the user's folders."""
-    lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("command: "))
