@@ -82,6 +82,7 @@ def attach(
         warn_untrained(schedule, trained)
     for index, layer in enumerate(layers):
         put(Gate, layer, "forward", gates, index)
+        setattr(layer, GATES, gates)
     # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
     put(PatchedForward, model, "forward", gates)
     put(PatchedPrepareInputs, model, "prepare_inputs_for_generation", gates)

@@ -26,7 +26,7 @@ from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
 from .cache_name import CACHE, CACHE_NAMES
-from .inspect import GATES, kv_shared_layers, text_config
+from .inspect import kv_shared_layers, text_config
 
 
 class Gates:
@@ -74,9 +74,10 @@ class Gates:
 class Patch:
     """Replacement of a method of one module instance that keeps the original, which may be another patch."""
 
-    def __init__(self, module: nn.Module, name: str, gates: Gates) -> None:
+    def __init__(self, module: nn.Module, name: str, gates: Gates, place: Any = None) -> None:
         self.module = module
         self.gates = gates
+        self.place = place  # index of the decoder layer, or name of the linear module
         self.original: Callable[..., Any] = getattr(module, name)
         self.was_instance_attribute = name in vars(module)  # another patch or accelerate's hook, to be restored
         # ``generate``, the Trainer and pipelines read the signature; annotations cannot always be pickled.
@@ -101,11 +102,6 @@ def patches_on(module: nn.Module) -> Iterator[tuple[str, Patch]]:
 class Gate(Patch):
     """Replacement of one decoder layer's ``forward``."""
 
-    def __init__(self, layer: nn.Module, name: str, gates: Gates, index: int) -> None:
-        super().__init__(layer, name, gates)
-        self.index = index
-        setattr(layer, GATES, gates)
-
     # Depths change from step to step: torch.compile breaks the graph here and compiles the layer by itself.
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,21 +118,21 @@ class Gate(Patch):
             raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
         hidden = args[0] if args else kwargs["hidden_states"]
         width = hidden.shape[gates.axis]
-        guide.begin_layer(self.index, width)
+        guide.begin_layer(self.place, width)
         counts = guide.counts
         if width != guide.width:
             # The model has dropped all but the last ``width`` positions: count which of them each layer runs.
-            if self.index not in gates.kv_shared_layers:
-                raise CacheError(f"layer {self.index} gets {width} of {guide.width} positions: it cannot skip")
+            if self.place not in gates.kv_shared_layers:
+                raise CacheError(f"layer {self.place} gets {width} of {guide.width} positions: it cannot skip")
             counts = [max(each - (guide.width - width), 0) for each in counts]
-        count = counts[self.index]
+        count = counts[self.place]
         if gates.adapter is not None:
-            hidden = gates.adapter.apply_before(self.index, hidden, gates.axis, counts)
+            hidden = gates.adapter.apply_before(self.place, hidden, gates.axis, counts)
             if args:
                 args = (hidden, *args[1:])
             else:
                 kwargs = kwargs | {"hidden_states": hidden}
-        keys = guide.keys(self.index)
+        keys = guide.keys(self.place)
         if count == 0:
             if gates.values is None:
                 self._learn_output(PositionSlice(width, 1, keys, gates.axis), args, kwargs)
@@ -150,7 +146,7 @@ class Gate(Patch):
         finally:
             gates.skipping = None
         if cache is not None:
-            cache.end_layer(self.index)
+            cache.end_layer(self.place)
         gates.learn_output(output)
         if count == width:
             return output
@@ -170,21 +166,17 @@ class Gate(Patch):
 class LinearGate(Patch):
     """Replacement of the ``forward`` of a linear module in a layer, whose LoRA acts at positions that skip layers."""
 
-    def __init__(self, module: nn.Module, name: str, gates: Gates, linear: str) -> None:
-        super().__init__(module, name, gates)
-        self.linear = linear
-
     def __call__(self, x: Tensor) -> Tensor:
         """Output of the linear module, which positions that skip layers get from the private copy, if there is one."""
         skipping, adapter = self.gates.skipping, self.gates.adapter
-        if skipping is None or adapter is None or (lora := adapter.loras.get(self.linear)) is None:
+        if skipping is None or adapter is None or (lora := adapter.loras.get(self.place)) is None:
             return self.original(x)
         start, positions, rows = skipping
         if start == 0:
-            private = adapter.private.get(self.linear)
+            private = adapter.private.get(self.place)
             return self.original(x) + lora(x) if private is None else private(x)
         if x.shape[:-1].numel() != rows * positions:
-            raise UnsupportedModel(f"{self.linear} gets other positions than its layer: LoRA cannot tell which skip")
+            raise UnsupportedModel(f"{self.place} gets other positions than its layer: LoRA cannot tell which skip")
         y = self.original(x)
         # Some models put all rows' positions in one axis.
         parts, changed = (each.reshape(rows, positions, -1) for each in (x, y))
