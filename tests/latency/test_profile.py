@@ -12,7 +12,7 @@ from torch import nn
 from helpers.families import build
 from skipdecode import Schedule, attach, load
 from skipdecode.errors import FileError
-from skipdecode.latency.profile import STEPS, Cell, Profile, cache_path, prompt_depth
+from skipdecode.latency.profile import STEPS, Cell, Profile, cache_path, predict_seconds, prompt_depth
 from skipdecode.model.inspect import decoder_layers
 
 LAYER, POSITION, HEAD = 0.01, 0.0001, 0.005
@@ -65,11 +65,11 @@ def test_a_profile_holds_what_the_work_takes(clocked: Any) -> None:
     for size in (1, 3):
         for depth in (2, 3, 4, 6, 8):
             expected = depth * (LAYER + POSITION * size) + HEAD
-            assert profile.step_seconds(size, 16, depth) == pytest.approx(expected)
+            assert predict_seconds(profile.steps, size, 16, depth) == pytest.approx(expected)
         for length in (4, 10, 24):
             for depth in (4, 8):
                 expected = depth * (LAYER + POSITION * size * length) + HEAD
-                assert profile.prompt_seconds(size, length, depth) == pytest.approx(expected)
+                assert predict_seconds(profile.prompts, size, length, depth) == pytest.approx(expected)
     assert profile.missing([1, 3], [4, 24], schedules) == []
     assert [(size, length) for size, length, _ in profile.missing([3, 4], [24], schedules[:1])] == [(4, 24)]
 

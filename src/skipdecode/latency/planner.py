@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from .profile import STEPS, Profile, prompt_depth
+from .profile import STEPS, Profile, predict_seconds, prompt_depth
 
 #: Share of the speed-up asked for that a plan gives at least.
 CLOSE = 0.98
@@ -104,13 +104,13 @@ def at_depth(schedule: Schedule, depth: int) -> Schedule:
 def _seconds(profile: Profile, schedule: Schedule, work: Workload) -> tuple[float, float, float]:
     """Seconds of the prompt, seconds of all decode steps, and the layers that all decode steps run together."""
     size, length = work.batch_size, work.prompt_tokens
-    prompt = profile.prompt_seconds(size, length, prompt_depth(schedule, length))
+    prompt = predict_seconds(profile.prompts, size, length, prompt_depth(schedule, length))
     decoding = 0.0
     layers = 0
     stride = max(work.steps // 128, 1)  # seconds change so slowly that every step need not be interpolated
     for step in range(0, work.steps, stride):
         depth = schedule.depth(step)
         here = min(stride, work.steps - step)
-        decoding += here * profile.step_seconds(size, length + step + 1, depth)
+        decoding += here * predict_seconds(profile.steps, size, length + step + 1, depth)
         layers += here * depth
     return prompt, decoding, layers

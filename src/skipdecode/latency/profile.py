@@ -49,14 +49,6 @@ class Profile:
     prompts: list[Cell] = field(default_factory=list)
     steps: list[Cell] = field(default_factory=list)
 
-    def prompt_seconds(self, batch_size: int, length: int, depth: float) -> float:
-        """Predicted seconds of a prompt pass. Raises UsageError if no prompt of this batch size was measured."""
-        return _interpolate(self.prompts, batch_size, length, depth)
-
-    def step_seconds(self, batch_size: int, length: float, depth: float) -> float:
-        """Predicted seconds of a decode step. Raises UsageError if no step of this batch size was measured."""
-        return _interpolate(self.steps, batch_size, length, depth)
-
     def missing(
         self, batch_sizes: Iterable[int], lengths: Sequence[int], schedules: Sequence[Schedule]
     ) -> list[tuple[int, int, Schedule]]:
@@ -119,7 +111,11 @@ def cache_path(name: str, **facts: Any) -> Path:
     return root / "skipdecode" / "profiles" / f"{Path(name).name}-{key}.json"
 
 
-def _interpolate(cells: Sequence[Cell], batch_size: int, length: float, depth: float) -> float:
+def predict_seconds(cells: Sequence[Cell], batch_size: int, length: int, depth: float) -> float:
+    """Predicted seconds of a prompt's pass or a decode step, from cells of its kind.
+
+    Raises UsageError if none of them has this batch size.
+    """
     by_length: dict[float, dict[float, float]] = {}
     for cell in cells:
         if cell.batch_size == batch_size:
