@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,40 +17,20 @@ from .gate import SubsetAttention
 from .steps import TokenSubset
 
 
-@dataclass(frozen=True)
-class RunnerInputs:
-    """Inputs that a model runner has prepared for a step, on the device unless they say otherwise.
+def subset_attention(groups: Sequence[Sequence[Any]], context: ForwardContext) -> SubsetAttention:
+    """Context manager within which attention, queries and new keys alike, covers a subset of the step's tokens.
 
-    Attributes:
-        groups: for each block table, the groups of layers that share it.
-        block_table: returns the block table with an index, (requests, blocks).
-        lengths: (requests,), length of each text including the step's tokens.
-        lengths_cpu: the same on the host.
-        prefilling: (requests,), True while a request computes its prompt; on the host.
-        positions: (tokens,), position of each token in its text.
+    ``groups`` are the runner's attention groups, of which each has the layers that share their metadata.
     """
-
-    groups: Sequence[Sequence[Any]]
-    block_table: Callable[[int], torch.Tensor]
-    lengths: torch.Tensor
-    lengths_cpu: torch.Tensor
-    prefilling: torch.Tensor
-    positions: torch.Tensor
-
-
-def subset_attention(inputs: RunnerInputs, context: ForwardContext) -> SubsetAttention:
-    """Context manager within which attention, queries and new keys alike, covers a subset of the step's tokens."""
-    known: dict[int, SubsetMetadata] = {}
+    before: Any = context.attn_metadata, context.slot_mapping
+    metadata_of = cache(partial(SubsetMetadata, groups, *before))
 
     @contextmanager
     def attend(subset: TokenSubset) -> Iterator[torch.Tensor]:
-        before = context.attn_metadata, context.slot_mapping
-        if id(subset) not in known:
-            known[id(subset)] = SubsetMetadata(inputs, before[1], subset)
-        built = known[id(subset)]
+        built = metadata_of(subset)
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
-        context.attn_metadata = ByLayer(lambda name: built.of(name)[0])
-        context.slot_mapping = ByLayer(lambda name: built.of(name)[1])
+        context.attn_metadata = ByLayer(built.of)
+        context.slot_mapping = ByLayer(lambda name: built.of(name).slot_mapping)
         try:
             yield built.tokens
         finally:
@@ -76,43 +57,51 @@ class ByLayer(dict[str, Any]):
 
 
 class SubsetMetadata:
-    """Attention metadata and slots, (tokens,) by layer name, of a subset of a step's tokens, once per layer group."""
+    """Attention metadata of a subset of a step's tokens, built once per layer group.
 
-    def __init__(self, inputs: RunnerInputs, slots: Any, subset: TokenSubset) -> None:
-        self.inputs = inputs
+    Args:
+        groups: the runner's attention groups.
+        step: metadata of all tokens, by layer name.
+        slots: (tokens,), where their keys and values go, by layer name.
+        subset: the tokens.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Any]],
+        step: Mapping[str, Any],
+        slots: Mapping[str, torch.Tensor],
+        subset: TokenSubset,
+    ) -> None:
+        self.groups = groups
+        self.step = step
         self.slots = slots
-        device = inputs.lengths.device
-        requests = torch.from_numpy(subset.requests)
-        self.requests = requests.to(device)
+        one = next(iter(step.values()))  # only slots and block tables differ between layers
+        device = one.seq_lens.device
+        self.requests = torch.from_numpy(subset.requests).to(device)
         self.tokens = torch.from_numpy(subset.tokens).to(device)
         starts = torch.from_numpy(np.cumsum([0, *subset.counts], dtype=np.int32))
         # A subset has the first tokens of each request in the step, so the text ends earlier by those left out.
-        dropped = torch.from_numpy(subset.dropped)
-        lengths = (inputs.lengths_cpu[requests] - dropped).int()
+        lengths = one.seq_lens[self.requests] - torch.from_numpy(subset.dropped).to(device)
         self.common: dict[str, Any] = {
             "query_start_loc": starts.to(device),
             "query_start_loc_cpu": starts,
-            "seq_lens": (inputs.lengths[self.requests] - dropped.to(device)).int(),
-            "seq_lens_cpu_upper_bound": lengths,
+            "seq_lens": lengths.int(),
             "num_reqs": len(subset.requests),
             "num_actual_tokens": len(subset.tokens),
             "max_query_len": int(subset.counts.max()),
-            "max_seq_len": int(lengths.max()),
-            "causal": True,
-            "is_prefilling": inputs.prefilling[requests],
-            "positions": inputs.positions[self.tokens] if inputs.positions.ndim == 1 else None,
+            "max_seq_len": one.max_seq_len,  # at most
         }
-        self._built: dict[str, tuple[Any, torch.Tensor]] = {}
+        self._built: dict[str, Any] = {}
 
-    def of(self, name: str) -> tuple[Any, torch.Tensor]:
-        """Metadata and slots, (tokens,), of the layer ``name``."""
+    def of(self, name: str) -> Any:
+        """Metadata of the layer ``name``."""
         if name not in self._built:
-            groups = enumerate(self.inputs.groups)
-            place, group = next((place, group) for place, each in groups for group in each if name in group.layer_names)
+            group = next(group for group in chain.from_iterable(self.groups) if name in group.layer_names)
             slots = self.slots[name][self.tokens]
-            table = self.inputs.block_table(place)[self.requests]
+            table = self.step[name].block_table[self.requests]
             common = CommonAttentionMetadata(**self.common, block_table_tensor=table, slot_mapping=slots)
             # A fast build: else FlashAttention 3 would write each subset's plan into the buffer of the whole step's.
-            built = group.build_metadata(common, fast_build=True), slots
+            built = group.build_metadata(common, fast_build=True)
             self._built |= dict.fromkeys(group.layer_names, built)
         return self._built[name]

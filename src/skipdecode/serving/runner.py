@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -21,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files, read_adapter, read_samples
-from .attention import RunnerInputs, subset_attention
+from .attention import subset_attention
 from .compile import CompiledLayers, DecodeGraphs
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
@@ -155,7 +154,7 @@ class SkipRunner(Runner):
         if not plan.is_full:
             context = get_forward_context()
             disable_graphs(context)
-            attention = subset_attention(self._inputs(), context) if plan.uniform is None else None
+            attention = subset_attention(self.attn_groups, context) if plan.uniform is None else None
         with self.skip_context.following(plan, attention):
             yield
 
@@ -185,18 +184,6 @@ class SkipRunnerV1(SkipRunner):
         generators.update(aside)
         return output
 
-    def _inputs(self) -> RunnerInputs:
-        batch = self.input_batch
-        count = batch.num_reqs
-        return RunnerInputs(
-            groups=self.attn_groups,
-            block_table=lambda place: batch.block_table[place].get_device_tensor(count),
-            lengths=self.seq_lens[:count],
-            lengths_cpu=self.optimistic_seq_lens_cpu[:count],
-            prefilling=batch.num_computed_tokens_cpu_tensor[:count] < batch.num_prompt_tokens_cpu_tensor[:count],
-            positions=self.positions,
-        )
-
 
 class SkipRunnerV2(SkipRunner):
     """Adapter of model runner V2, which GPUs have: a step is planned where the runner gathers its requests.
@@ -208,12 +195,10 @@ class SkipRunnerV2(SkipRunner):
         super().load_model(*args, **kwargs)
         self.skip_requests: dict[str, DepthTable] = {}
         self.skip_step: StepPlan | None = None  # of the step that the model runs next; None: a dry run
-        self.skip_batch: tuple[Any, Any] = (None, None)  # its batch and block tables
         self.skip_graphs: DecodeGraphs | None = None
         self.lora_capture_cases = list(range(len(self.skip_tables.uniform)))
         patch(self.model_state, "add_request", self._add_table)
         patch(self.model_state, "remove_request", self._remove_table)
-        patch(self.model_state, "preprocess_state", self._keep_batch)
         patch(self.model, "forward", self._planned_forward)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -255,25 +240,9 @@ class SkipRunnerV2(SkipRunner):
         original(name)
         self.skip_requests.pop(name, None)
 
-    def _keep_batch(self, original: Any, batch: Any, block_tables: Any, *args: Any) -> Any:
-        self.skip_batch = batch, block_tables
-        return original(batch, block_tables, *args)
-
     def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         plan = (self.skip_graphs and self.skip_graphs.captured) or self.take_step()
         if plan is None:
             return original(*args, **kwargs)
         with self.following(plan, kwargs["positions"]):
             return original(*args, **kwargs)
-
-    def _inputs(self) -> RunnerInputs:
-        batch, block_tables = self.skip_batch
-        count = batch.num_reqs
-        return RunnerInputs(
-            groups=self.attn_groups,
-            block_table=lambda place: block_tables[place][:count],
-            lengths=batch.seq_lens[:count],
-            lengths_cpu=batch.seq_lens_cpu_upper_bound[:count],
-            prefilling=torch.from_numpy(batch.is_prefilling_np),
-            positions=batch.positions,
-        )

@@ -121,7 +121,7 @@ class DepthTables:
         return StepPlan(self._runs[rows], starts, uniform, acts, self._modules)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSubset:
     """Tokens of a step that run a layer together, if they are not all.
 
