@@ -10,8 +10,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from itertools import count
+from functools import partial
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -38,15 +39,8 @@ class Request(NamedTuple):
     speedup: float
 
 
-class Written(NamedTuple):
-    """New tokens, and log-probabilities of the likeliest tokens at each."""
-
-    tokens: tuple[int, ...]
-    logprobs: Sequence[dict[int, float]]
-
-
-#: Lets the engine write :data:`NEW` tokens for requests, all at once.
-Ask = Callable[[Sequence[Request]], Sequence[Written]]
+#: Lets the engine write :data:`NEW` tokens for requests, all at once, and gives vLLM's ``CompletionOutput`` of each.
+Ask = Callable[[Sequence[Request]], Sequence[Any]]
 #: Lets workers record norms of hidden states, or gives what one has recorded: (layer, norms of a step's tokens).
 Record = Callable[[bool], Sequence[tuple[int, list[float]]]]
 
@@ -60,42 +54,38 @@ def is_needed(vllm_config: Any, serving: Serving, release: str) -> bool:
 def check_engine(engine: Any, serving: Serving) -> None:
     """Check an ``LLMEngine``."""
 
-    def ask(requests: Sequence[Request]) -> list[Written]:
-        found: dict[str, Written] = {}
-        names = [f"self-check {next(numbers)}" for _ in requests]
+    def ask(requests: Sequence[Request]) -> list[Any]:
+        found: dict[str, Any] = {}
+        names = [f"self-check {uuid4()}" for _ in requests]
         for name, request in zip(names, requests, strict=True):
             engine.add_request(name, *_asked(request))
         while engine.has_unfinished_requests():
-            found |= {output.request_id: _written(output) for output in engine.step() if output.finished}
+            found |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
         return [found[name] for name in names]
 
     def record(begin: bool) -> Any:
         return engine.collective_rpc("skipdecode_record", args=(begin,))[0]
 
-    numbers = count()
     self_check(engine.vllm_config, serving, ask, record, logger.warning)
 
 
 async def check_server(original: Any, client: Any, *args: Any, **kwargs: Any) -> None:
     """Check an ``AsyncLLM`` where its server is ready but for listening; ``original`` then makes the server."""
     loop = asyncio.get_running_loop()
-    numbers = count()
 
-    async def one(request: Request) -> Written:
-        outputs = client.generate(*_asked(request), f"self-check {next(numbers)}")
-        return _written([output async for output in outputs][-1])
+    async def one(request: Request) -> Any:
+        outputs = client.generate(*_asked(request), f"self-check {uuid4()}")
+        return [output async for output in outputs][-1].outputs[0]
 
-    async def together(requests: Sequence[Request]) -> list[Written]:
-        return await asyncio.gather(*map(one, requests))
-
-    def wait(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    def ask(requests: Sequence[Request]) -> list[Any]:
+        started = [asyncio.run_coroutine_threadsafe(one(request), loop) for request in requests]
+        return [each.result() for each in started]
 
     def record(begin: bool) -> Any:
-        return wait(client.collective_rpc("skipdecode_record", args=(begin,)))[0]
+        found = client.collective_rpc("skipdecode_record", args=(begin,))
+        return asyncio.run_coroutine_threadsafe(found, loop).result()[0]
 
     serving: Any = serving_of(client.vllm_config)
-    ask = lambda requests: wait(together(requests))  # noqa: E731
     await asyncio.to_thread(self_check, client.vllm_config, serving, ask, record, logger.warning)
     await original(client, *args, **kwargs)
 
@@ -109,13 +99,6 @@ def _asked(request: Request) -> tuple[Any, Any]:
     same |= {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
     params = SamplingParams(**same, extra_args={"speedup": request.speedup})
     return {"prompt_token_ids": list(request.prompt)}, params
-
-
-def _written(output: Any) -> Written:
-    """What a finished ``RequestOutput`` of vLLM holds."""
-    (choice,) = output.outputs
-    steps = [{token: each.logprob for token, each in step.items()} for step in choice.logprobs]
-    return Written(tuple(choice.token_ids), steps)
 
 
 @torch.no_grad()
@@ -136,11 +119,11 @@ def self_check(vllm_config: Any, serving: Serving, ask: Ask, record: Record, say
     prompts = [tuple(source.choices(ids, k=min(length, most))) for length in LENGTHS]
     compared: list[float] = []
 
-    def compare(where: str, requests: Sequence[Request]) -> Sequence[Written]:
+    def compare(where: str, requests: Sequence[Request]) -> Sequence[Any]:
         answers = ask(requests)
         for request, found in zip(requests, answers, strict=True):
             off, mean = reference.distance(request, found)
-            compared.extend([off] * len(found.tokens))
+            compared.extend([off] * len(found.token_ids))
             if off <= reference.limits[0] and mean <= reference.limits[1]:  # a NaN is not
                 continue
             record(True)
@@ -160,7 +143,7 @@ def self_check(vllm_config: Any, serving: Serving, ask: Ask, record: Record, say
     answers = compare("among other speeds", mixed)
     # Another speed goes on from each text: the prefix cache must tell their keys and values apart.
     after = dict(zip(speeds, [*speeds[1:], *speeds[:1]], strict=True))
-    turns = [Request(r.prompt + found.tokens, after[r.speedup]) for r, found in zip(mixed, answers, strict=True)]
+    turns = [Request((*r.prompt, *found.token_ids), after[r.speedup]) for r, found in zip(mixed, answers, strict=True)]
     compare("behind another speed's text", turns)
     listed = ", ".join(f"{speedup:g}x" for speedup in speeds)
     say(f"skipdecode: self-check of {len(compared)} tokens at {listed}: off by {max(compared):.1g} nats at most")
@@ -177,49 +160,44 @@ class Reference:
         is_exact = given.dtype == torch.float32
         self.limits = EXACT if is_exact else ROUNDED
         self.norm_limit = NORM_EXACT if is_exact else NORM_ROUNDED
-        self._known: dict[tuple[Request, tuple[int, ...]], Tensor] = {}
+        self._norms: dict[int, Tensor] = {}  # (positions,) of each layer's output, in the newest pass
+        self._known: dict[tuple[Request, tuple[int, ...]], tuple[Tensor, dict[int, Tensor]]] = {}
+        for index, layer in enumerate(decoder_layers(self.model)):
+            layer.register_forward_hook(partial(self._keep_norms, index))
 
-    def logprobs(self, request: Request, tokens: tuple[int, ...]) -> Tensor:
-        """Log-probabilities (tokens, vocabulary) of each new token."""
+    def _keep_norms(self, index: int, layer: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._norms[index] = hidden[0].float().norm(dim=-1)
+
+    def read(self, request: Request, found: Any) -> tuple[Tensor, dict[int, Tensor]]:
+        """Log-probabilities (tokens, vocabulary) of each new token, and norms (positions,) of each layer's output."""
+        tokens = tuple(found.token_ids)
         if (request, tokens) not in self._known:
             schedule = self.serving.schedules[request.speedup]
             ids = torch.tensor([[*request.prompt, *tokens[:-1]]])
             with teacher_forced(self.model, schedule, len(request.prompt)):
                 logits = self.model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0, -len(tokens) :]
-            self._known[request, tokens] = logits.float().log_softmax(-1)
+            self._known[request, tokens] = logits.float().log_softmax(-1), self._norms.copy()
         return self._known[request, tokens]
 
-    def distance(self, request: Request, found: Written) -> tuple[float, float]:
+    def distance(self, request: Request, found: Any) -> tuple[float, float]:
         """Most and mean difference of log-probabilities from the engine's."""
-        expected = self.logprobs(request, found.tokens)
-        pairs = [(place, *pair) for place, step in enumerate(found.logprobs) for pair in step.items()]
-        places, tokens, values = zip(*pairs, strict=True)
+        steps = enumerate(found.logprobs)
+        rows = [(place, token, each.logprob) for place, step in steps for token, each in step.items()]
+        places, tokens, values = zip(*rows, strict=True)
+        expected, _ = self.read(request, found)
         off = (expected[list(places), list(tokens)] - torch.tensor(values)).abs()
         return float(off.max()), float(off.mean())
 
-    def first_layer(self, request: Request, found: Written, recorded: Sequence[tuple[int, list[float]]]) -> int | None:
+    def first_layer(self, request: Request, found: Any, recorded: Sequence[tuple[int, list[float]]]) -> int | None:
         """First layer whose outputs have other norms than those that a worker recorded."""
-        seen: dict[int, Tensor] = {}
-
-        def keep(index: int) -> Any:
-            def hook(module: Any, args: Any, output: Any) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                seen[index] = hidden[0].float().norm(dim=-1)
-
-            return hook
-
-        layers = decoder_layers(self.model)
-        hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(layers)]
-        self._known.clear()
-        self.logprobs(request, found.tokens)
-        for each in hooks:
-            each.remove()
+        _, expected = self.read(request, found)
         here: dict[int, list[float]] = {}
         for index, norms in recorded:
             here.setdefault(index, []).extend(norms)
         for index in sorted(here):
             ran = torch.tensor(here[index])
-            expected = seen[index][-len(ran) :]  # the prefix cache may have had the first positions
-            if not bool(((ran - expected).abs() <= self.norm_limit * expected).all()):
+            same = expected[index][-len(ran) :]  # the prefix cache may have had the first positions
+            if not bool(((ran - same).abs() <= self.norm_limit * same).all()):
                 return index
         return None
