@@ -46,7 +46,7 @@ class Graph:
     def replay(self) -> None:
         """Run these layers on what lies in the runner's buffers now."""
         ours, buffers = self.runner, self.runner.input_buffers
-        ours.skip_graphs.captured = ours.skip_tables.uniform_step(self.layer_set, self.tokens)
+        ours.skip_step = ours.skip_tables.uniform_step(self.layer_set, self.tokens)
         metadata, slots = ours.prepared_attention
         with set_forward_context(metadata, ours.vllm_config, num_tokens=self.tokens, slot_mapping=slots):
             hidden = ours.model(
@@ -55,7 +55,6 @@ class Graph:
                 inputs_embeds=None,
                 intermediate_tensors=None,
             )
-        ours.skip_graphs.captured = None
         ours.cudagraph_manager.hidden_states[: self.tokens] = hidden
 
 
@@ -77,7 +76,7 @@ def made() -> Iterator[Any]:
         )
         manager.runner = ours
         ours.cudagraph_manager = manager
-        ours.skip_graphs = DecodeGraphs(ours)
+        DecodeGraphs(ours)
         keep_attention(ours, patch)
         inputs = ours.model, ours.model_state, ours.input_buffers, None
         manager.capture(*inputs, ours.block_tables, ours.attn_groups, ours.kv_cache_config)

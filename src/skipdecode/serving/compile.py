@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from .gate import token_axis
 from .patch import patch
-from .steps import StepPlan
 
 
 class Uncacheable(Exception):
@@ -94,20 +93,16 @@ class DecodeGraphs:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.captured: StepPlan | None = None  # the plan of the step whose graph is captured now
         patch(runner.cudagraph_manager, "capture", self._capture)
         patch(runner.cudagraph_manager, "dispatch", self._dispatch)
         patch(runner.cudagraph_manager, "run_fullgraph", self._replay)
 
     def _capture(self, original: Any, *args: Any, **kwargs: Any) -> None:
         def begin(layer_set: int, requests: int, tokens: int) -> None:
-            self.captured = self.runner.skip_tables.uniform_step(layer_set, tokens)
+            self.runner.skip_step = self.runner.skip_tables.uniform_step(layer_set, tokens)
 
-        try:
-            original(*args, **kwargs | {"lora_capture_hook": begin})
-        finally:
-            self.captured = None
-            self.runner.skip_context.reset_counters()
+        original(*args, **kwargs | {"lora_capture_hook": begin})
+        self.runner.skip_context.reset_counters()
 
     def _dispatch(
         self, original: Any, num_reqs: int, num_tokens: int, uniform: int | None, num_active_loras: int, **kwargs: Any

@@ -6,14 +6,12 @@ An adapter is a mixin before the class of vLLM's runner, so each serves every ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import ForwardContext, get_forward_context
+from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 
@@ -55,13 +53,6 @@ def adapt(worker: Any, serving: Serving) -> None:
     worker.skipdecode_record = runner.record
 
 
-def disable_graphs(context: ForwardContext) -> None:
-    """Let vLLM run a step without its graphs of the model, which run all layers."""
-    context.skip_compiled = True
-    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-    context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
-
-
 class SkipRunner(Runner):
     """Model runner whose steps follow each request's schedule."""
 
@@ -84,6 +75,8 @@ class SkipRunner(Runner):
         self.skip_tables = DepthTables(serving.schedules, adapter)
         self.skip_context = add_gates(self.model, serving.num_layers)
         self.skip_context.adds_residual = sums
+        self.skip_step: StepPlan | None = None  # of the step that the model runs next; None: a dry run
+        patch(self.model, "forward", self._planned_forward)
         config = self.vllm_config.compilation_config
         if len(self.skip_tables.uniform) > 1 and config.backend == "inductor" and has_compiled_submodule(self.model):
             self.skip_context.layers = CompiledLayers(config.inductor_compile_config)
@@ -121,24 +114,15 @@ class SkipRunner(Runner):
         layers = self.skip_context.layers
         if layers is None:
             return
-        forward = self.model.forward
         tokens = min(TOKENS, self.max_num_tokens)
-
-        def planned(*args: Any, **kwargs: Any) -> Any:
-            disable_graphs(get_forward_context())
-            with self.skip_context.following(plan, None):
-                return forward(*args, **kwargs)
-
-        self.model.forward = planned
         layers.compiles = True
         try:
             for place in range(len(self.skip_tables.uniform)):
-                plan = self.skip_tables.uniform_step(place, tokens)
+                self.skip_step = self.skip_tables.uniform_step(place, tokens)
                 self.dry_run(tokens)
         except Exception as error:  # the compiler has many
-            self.skip_context.layers = None
+            self.skip_context.layers = self.skip_step = None
             logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
-        self.model.forward = forward
         layers.compiles = False
         self.skip_context.reset_counters()
 
@@ -146,33 +130,48 @@ class SkipRunner(Runner):
         """Run the model on ``tokens`` tokens of no text."""
         self._dummy_run(tokens)
 
-    @contextmanager
-    def following(self, plan: StepPlan, positions: Any) -> Iterator[None]:
-        """Context within which the model runs a step, whose tokens have these positions, (…, tokens), as planned."""
-        assert positions.shape[-1] == plan.tokens, "the step has other tokens than were planned"
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(*args, **kwargs)
+        if self.skip_step is not None:
+            raise RuntimeError("the step ran neither the model nor a graph of its layers")
+        return output
+
+    def take_step(self) -> StepPlan | None:
+        """Plan of the next step, which then counts as followed."""
+        plan = self.skip_step
+        self.skip_step = None
+        return plan
+
+    def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model as the step is planned."""
+        plan = self.take_step()
+        if plan is None:
+            return original(*args, **kwargs)
+        assert kwargs["positions"].shape[-1] == plan.tokens, "the step has other tokens than were planned"
+        layers = self.skip_context.layers
         attention = None
-        if not plan.is_full:
+        if not plan.is_full or (layers is not None and layers.compiles):
             context = get_forward_context()
-            disable_graphs(context)
-            attention = subset_attention(self.attn_groups, context) if plan.uniform is None else None
+            context.skip_compiled = True  # vLLM's graphs of the model run all layers
+            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
+            if plan.uniform is None:
+                attention = subset_attention(self.attn_groups, context)
         with self.skip_context.following(plan, attention):
-            yield
+            return original(*args, **kwargs)
 
 
 class SkipRunnerV1(SkipRunner):
     """Adapter of model runner V1: a step is planned from the runner's inputs, where it calls the model."""
 
-    def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not get_forward_context().attn_metadata:  # a dry run, for memory or compilation, runs all layers
-            return super()._model_forward(input_ids, positions, *args, **kwargs)
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.input_batch
         count = batch.num_reqs
         tables = [self.skip_tables.of(speedup_of(self.requests[name].sampling_params)) for name in batch.req_ids]
         counts = np.diff(self.query_start_loc.np[: count + 1])
         computed = batch.num_computed_tokens_cpu[:count]
-        plan = self.skip_tables.step(tables, counts, computed, batch.num_prompt_tokens[:count])
-        with self.following(plan, positions):
-            return super()._model_forward(input_ids, positions, *args, **kwargs)
+        self.skip_step = self.skip_tables.step(tables, counts, computed, batch.num_prompt_tokens[:count])
+        return super()._model_forward(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM discards the sample of a request whose prompt is not complete, and rewinds its generator. A CPU's cannot
@@ -188,61 +187,34 @@ class SkipRunnerV1(SkipRunner):
 class SkipRunnerV2(SkipRunner):
     """Adapter of model runner V2, which GPUs have: a step is planned where the runner gathers its requests.
 
-    The runner then calls the model, whose ``forward`` follows the plan, or replays a CUDA graph of the plan's layers.
+    The runner then calls the model, or replays a CUDA graph of the plan's layers.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.skip_requests: dict[str, DepthTable] = {}
-        self.skip_step: StepPlan | None = None  # of the step that the model runs next; None: a dry run
-        self.skip_graphs: DecodeGraphs | None = None
+        self.skip_rows: dict[int, DepthTable] = {}  # of the requests, by their rows in the runner's state
         self.lora_capture_cases = list(range(len(self.skip_tables.uniform)))
         patch(self.model_state, "add_request", self._add_table)
-        patch(self.model_state, "remove_request", self._remove_table)
-        patch(self.model, "forward", self._planned_forward)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         if self.cudagraph_manager.cudagraph_mode.has_piecewise_cudagraphs():
             raise UnsupportedModel("this model's attention takes no CUDA graph of a whole step: --enforce-eager")
-        self.skip_graphs = DecodeGraphs(self)
+        DecodeGraphs(self)
 
     def dry_run(self, tokens: int) -> None:
         self._dummy_run(tokens, skip_attn=True, is_profile=True)
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         batch, uniform = super().gather_batch_req_state(*args, **kwargs)
-        self.skip_step = None
         if batch is not None:
-            tables = [self.skip_requests[name] for name in batch.req_ids]
-            computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
-            prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
+            rows = batch.idx_mapping_np
+            tables = [self.skip_rows[row] for row in rows.tolist()]
+            computed = self.req_states.num_computed_tokens_np[rows]
+            prompts = self.req_states.prompt_len.np[rows]
             self.skip_step = self.skip_tables.step(tables, batch.num_scheduled_tokens, computed, prompts)
         return batch, uniform
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().execute_model(*args, **kwargs)
-        if self.skip_step is not None:
-            raise RuntimeError("the step ran neither the model nor a graph of its layers")
-        return output
-
-    def take_step(self) -> StepPlan | None:
-        """Plan of the next step, which then counts as followed."""
-        plan = self.skip_step
-        self.skip_step = None
-        return plan
-
-    def _add_table(self, original: Any, index: int, request: Any) -> None:
-        original(index, request)
-        self.skip_requests[request.req_id] = self.skip_tables.of(speedup_of(request.sampling_params))
-
-    def _remove_table(self, original: Any, name: str) -> None:
-        original(name)
-        self.skip_requests.pop(name, None)
-
-    def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        plan = (self.skip_graphs and self.skip_graphs.captured) or self.take_step()
-        if plan is None:
-            return original(*args, **kwargs)
-        with self.following(plan, kwargs["positions"]):
-            return original(*args, **kwargs)
+    def _add_table(self, original: Any, row: int, request: Any) -> None:
+        original(row, request)
+        self.skip_rows[row] = self.skip_tables.of(speedup_of(request.sampling_params))
