@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
+import vllm
 from vllm.v1.core import kv_cache_utils
 
 from helpers.engine import engine, runner
@@ -74,10 +75,11 @@ def test_a_server_is_checked_before_it_listens(tmp_path: Path, monkeypatch: Patc
         ({"release": f"{TESTED}+cpu"}, False),
     ],
 )
-def test_what_was_not_tested_is_checked(change: dict[str, Any], needed: bool) -> None:
+def test_what_was_not_tested_is_checked(change: dict[str, Any], needed: bool, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(vllm, "__version__", change.get("release", TESTED))
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=change.get("worker", "")))
     serving: Any = SimpleNamespace(check=change.get("check", False))
-    assert is_needed(config, serving, change.get("release", TESTED)) is needed
+    assert is_needed(config, serving) is needed
 
 
 def test_quantized_weights_are_not_checked_and_that_is_told() -> None:

@@ -21,10 +21,6 @@ from .gate import token_axis
 from .patch import patch
 
 
-class Uncacheable(Exception):
-    """An argument of which nothing is known but its type."""
-
-
 class CompiledLayers:
     """Compiled layers of a model, by layer and by the signature of its arguments; ``options`` are Inductor's."""
 
@@ -38,7 +34,7 @@ class CompiledLayers:
         """Output of ``forward``, a module's bound method, for ``tokens`` tokens."""
         try:
             key = forward, signature_of(kwargs, tokens)
-        except Uncacheable:
+        except TypeError:
             return forward(**kwargs)
         if self.compiles and key not in self.compiled:
             self.compiled[key] = self._compile(forward, kwargs, tokens)
@@ -64,7 +60,7 @@ class CompiledLayers:
 
 
 def signature_of(value: Any, tokens: int) -> Hashable:
-    """All that a compiled layer takes for granted about arguments for a number of tokens. Uncacheable: not enough."""
+    """All that a compiled layer takes for granted about arguments for a number of tokens. TypeError: one is unknown."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if shape and shape[axis := token_axis(value)] == tokens:
@@ -77,7 +73,7 @@ def signature_of(value: Any, tokens: int) -> Hashable:
         return (type(value), *(signature_of(item, tokens) for item in value))
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
-    raise Uncacheable(type(value).__name__)
+    raise TypeError(type(value).__name__)
 
 
 class DecodeGraphs:

@@ -144,13 +144,6 @@ class BucketKVCacheManager(KVCacheManager):
             manager.end = math.inf if ends is None else ends[manager.kv_cache_spec.bucket]
 
 
-def adopt(manager: KVCacheManager) -> None:
-    """Turn vLLM's manager, whose groups are buckets, into a :class:`BucketKVCacheManager`."""
-    manager.__class__ = BucketKVCacheManager
-    if isinstance(manager.coordinator, HybridKVCacheCoordinator):
-        manager.coordinator.__class__ = BucketCoordinator
-
-
 # Registered on import: a process that unpickles a BucketSpec imports this module, so it knows the manager too. vLLM
 # registers its own specs only into an empty registry, so they go first.
 KVCacheSpecRegistry._ensure_registered()

@@ -88,8 +88,6 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
     serving = serving_of(vllm_config)
     if serving is None:
         return original(self, vllm_config, *args, **kwargs)
-    import vllm
-
     from .metrics import RequestMetrics, token_times
 
     metrics = RequestMetrics(serving, vllm_config.model_config.served_model_name)
@@ -97,7 +95,7 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
         kwargs["stat_loggers"] = [*(kwargs.get("stat_loggers") or ()), token_times(metrics.load)]
     original(self, vllm_config, *args, **kwargs)
     metrics.follow(self)
-    if is_needed(vllm_config, serving, vllm.__version__):
+    if is_needed(vllm_config, serving):
         from vllm.entrypoints.launchers.api_server import entry
 
         patch(entry, "init_app_state", check_server)
@@ -105,11 +103,9 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
 
 def _init_llm_engine(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Check an engine without a server."""
-    import vllm
-
     original(self, vllm_config, *args, **kwargs)
     serving = serving_of(vllm_config)
-    if serving is not None and is_needed(vllm_config, serving, vllm.__version__):
+    if serving is not None and is_needed(vllm_config, serving):
         check_engine(self, serving)
 
 
@@ -124,6 +120,10 @@ def _init_manager(original: Any, self: Any, kv_cache_config: Any, *args: Any, **
     """Install our block manager if the worker put layers into buckets."""
     original(self, kv_cache_config, *args, **kwargs)
     if any(hasattr(group.kv_cache_spec, "bucket") for group in kv_cache_config.kv_cache_groups):
-        from .kv_blocks import adopt
+        from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 
-        adopt(self)
+        from .kv_blocks import BucketCoordinator, BucketKVCacheManager
+
+        self.__class__ = BucketKVCacheManager
+        if isinstance(self.coordinator, HybridKVCacheCoordinator):
+            self.coordinator.__class__ = BucketCoordinator

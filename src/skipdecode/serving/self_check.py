@@ -45,10 +45,12 @@ Ask = Callable[[Sequence[Request]], Sequence[Any]]
 Record = Callable[[bool], Sequence[tuple[int, list[float]]]]
 
 
-def is_needed(vllm_config: Any, serving: Serving, release: str) -> bool:
+def is_needed(vllm_config: Any, serving: Serving) -> bool:
     """Whether an engine is checked: on a GPU, on a release of vLLM that was not tested, or where the user asks."""
+    import vllm
+
     on_gpu = vllm_config.parallel_config.worker_cls == GPU_WORKER
-    return serving.check or on_gpu or release.split("+")[0] != TESTED
+    return serving.check or on_gpu or vllm.__version__.split("+")[0] != TESTED
 
 
 def check_engine(engine: Any, serving: Serving) -> None:
@@ -195,9 +197,8 @@ class Reference:
         here: dict[int, list[float]] = {}
         for index, norms in recorded:
             here.setdefault(index, []).extend(norms)
-        for index in sorted(here):
-            ran = torch.tensor(here[index])
-            same = expected[index][-len(ran) :]  # the prefix cache may have had the first positions
-            if not bool(((ran - same).abs() <= self.norm_limit * same).all()):
+        for index, norms in sorted(here.items()):
+            same = expected[index][-len(norms) :]  # the prefix cache may have had the first positions
+            if not bool(((torch.tensor(norms) - same).abs() <= self.norm_limit * same).all()):
                 return index
         return None
