@@ -113,30 +113,25 @@ class Gate:
         """Replace hidden states and residual in ``kwargs`` by a layer's output, for the tokens of a subset."""
         context = self.context
         if subset is None:
-            output = context.run(forward, plan.tokens, **kwargs)
-            assert self.has_residual or isinstance(output, Tensor), "a layer that returns more than hidden states"
-            if self.has_residual:
-                kwargs[self.hidden], kwargs["residual"] = output
-            else:
-                kwargs[self.hidden] = output
+            kwargs.update(self._named(context.run(forward, plan.tokens, **kwargs)))
             return
         assert context.attention is not None
         with context.attention(subset) as tokens:
             output = context.run(forward, len(tokens), **select(kwargs, tokens, plan.tokens))
-        hidden, residual = kwargs[self.hidden], kwargs.get("residual")
-        axis = hidden.ndim - 2
-        if not self.has_residual:
-            kwargs[self.hidden] = hidden.index_copy(axis, tokens, output)
-            return
-        ran, ran_residual = output
-        kwargs[self.hidden] = hidden.index_copy(axis, tokens, ran)
-        if ran_residual is None:  # model families that add the residual inside the layer
-            kwargs["residual"] = None
-            return
-        if residual is None:
-            # The first layer turns its input into the residual; a token that skips it has all of its state in hidden.
-            residual = torch.zeros_like(hidden)
-        kwargs["residual"] = residual.index_copy(axis, tokens, ran_residual)
+        for name, part in self._named(output).items():
+            before = kwargs.get(name)
+            if before is None and part is not None:
+                # The first layer turns its input into the residual; a token that skips it has all its state in hidden.
+                before = torch.zeros_like(kwargs[self.hidden])
+            # None: a model family that adds the residual inside the layer.
+            kwargs[name] = None if part is None else before.index_copy(before.ndim - 2, tokens, part)
+
+    def _named(self, output: Any) -> dict[str, Any]:
+        """Hidden states and residual of a layer's output, by the names of the next layer's arguments."""
+        if self.has_residual:
+            return dict(zip((self.hidden, "residual"), output, strict=True))
+        assert isinstance(output, Tensor), "a layer that returns more than hidden states"
+        return {self.hidden: output}
 
     def _change(self, module: nn.Module, places: Any, kwargs: dict[str, Any]) -> None:
         """Change hidden states by an adapter's module; a residual that is a part of them becomes 0."""
