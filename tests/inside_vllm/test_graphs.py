@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from helpers.engine import Reference, Request, check_layers, engine, runner, serve
 from helpers.interpreted import GPU, V2
-from skipdecode.serving.compile import DecodeGraphs
 
 pytestmark = pytest.mark.skipif(not V2, reason="model runner V2's: make test-vllm-v2")
 
@@ -76,7 +75,7 @@ def made() -> Iterator[Any]:
         )
         manager.runner = ours
         ours.cudagraph_manager = manager
-        DecodeGraphs(ours)
+        ours.patch_graphs()
         keep_attention(ours, patch)
         inputs = ours.model, ours.model_state, ours.input_buffers, None
         manager.capture(*inputs, ours.block_tables, ours.attn_groups, ours.kv_cache_config)

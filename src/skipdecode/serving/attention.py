@@ -59,11 +59,7 @@ class ByLayer(dict[str, Any]):
 class SubsetMetadata:
     """Attention metadata of a subset of a step's tokens, built once per layer group.
 
-    Args:
-        groups: the runner's attention groups.
-        step: metadata of all tokens, by layer name.
-        slots: (tokens,), where their keys and values go, by layer name.
-        subset: the tokens.
+    ``step`` and ``slots``, (tokens,), are those of all tokens, by layer name.
     """
 
     def __init__(

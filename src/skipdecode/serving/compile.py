@@ -1,4 +1,4 @@
-"""Compiled layers and CUDA graphs for steps that skip: vLLM's compiled graph of the whole model runs all layers.
+"""Compiled layers for steps that skip: vLLM's compiled graph of the whole model runs all layers.
 
 Decoder layers are compiled one by one. Like vLLM's graph, a compiled layer has no guards. So it runs only where its
 arguments look as when it was compiled, but for the number of tokens; elsewhere the layer runs as plain Python.
@@ -14,11 +14,8 @@ from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
-from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from .gate import token_axis
-from .patch import patch
 
 
 class CompiledLayers:
@@ -74,44 +71,3 @@ def signature_of(value: Any, tokens: int) -> Hashable:
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     raise TypeError(type(value).__name__)
-
-
-class DecodeGraphs:
-    """CUDA graphs of uniform decode steps, in vLLM's manager of model runner V2.
-
-    A graph replays the layers of its capture, so one is captured for each layer set and batch size. The manager keeps
-    graphs by the number of active LoRA adapters, which schedules refuse: here that number is the place of the layer set
-    in :attr:`DepthTables.uniform`. Other steps run without a graph.
-
-    Args:
-        runner: the adapted model runner, whose ``cudagraph_manager`` is patched.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
-        patch(runner.cudagraph_manager, "capture", self._capture)
-        patch(runner.cudagraph_manager, "dispatch", self._dispatch)
-        patch(runner.cudagraph_manager, "run_fullgraph", self._replay)
-
-    def _capture(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        def begin(layer_set: int, requests: int, tokens: int) -> None:
-            self.runner.skip_step = self.runner.skip_tables.uniform_step(layer_set, tokens)
-
-        original(*args, **kwargs | {"lora_capture_hook": begin})
-        self.runner.skip_context.reset_counters()
-
-    def _dispatch(
-        self, original: Any, num_reqs: int, num_tokens: int, uniform: int | None, num_active_loras: int, **kwargs: Any
-    ) -> Any:
-        plan = self.runner.skip_step
-        layer_set = 0 if plan is None else plan.uniform
-        if layer_set is None or self.runner.skip_context.recorded is not None:
-            return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
-        return original(num_reqs, num_tokens, uniform, num_active_loras=layer_set, **kwargs)
-
-    def _replay(self, original: Any, graph: Any) -> Any:
-        plan = self.runner.take_step()
-        if plan is not None:
-            assert plan.uniform == graph.num_active_loras, "a graph of other layers than the step's"
-            self.runner.skip_context.count(plan, has_run=True)
-        return original(graph)

@@ -13,13 +13,13 @@ import numpy as np
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, has_compiled_submodule
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files, read_adapter, read_samples
 from .attention import subset_attention
-from .compile import CompiledLayers, DecodeGraphs
+from .compile import CompiledLayers
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
 from .patch import patch
@@ -187,7 +187,9 @@ class SkipRunnerV1(SkipRunner):
 class SkipRunnerV2(SkipRunner):
     """Adapter of model runner V2, which GPUs have: a step is planned where the runner gathers its requests.
 
-    The runner then calls the model, or replays a CUDA graph of the plan's layers.
+    The runner then calls the model, or replays a CUDA graph of a uniform decode step. A graph replays the layers of its
+    capture, so one is captured for each layer set and batch size. vLLM keeps graphs by the number of active LoRA
+    adapters, which schedules refuse: here that number is the place of the layer set in :attr:`DepthTables.uniform`.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +202,13 @@ class SkipRunnerV2(SkipRunner):
         super().initialize_kv_cache(*args, **kwargs)
         if self.cudagraph_manager.cudagraph_mode.has_piecewise_cudagraphs():
             raise UnsupportedModel("this model's attention takes no CUDA graph of a whole step: --enforce-eager")
-        DecodeGraphs(self)
+        self.patch_graphs()
+
+    def patch_graphs(self) -> None:
+        """Let vLLM's manager capture and choose graphs by layer set."""
+        patch(self.cudagraph_manager, "capture", self._capture)
+        patch(self.cudagraph_manager, "dispatch", self._dispatch)
+        patch(self.cudagraph_manager, "run_fullgraph", self._replay)
 
     def dry_run(self, tokens: int) -> None:
         self._dummy_run(tokens, skip_attn=True, is_profile=True)
@@ -218,3 +226,26 @@ class SkipRunnerV2(SkipRunner):
     def _add_table(self, original: Any, row: int, request: Any) -> None:
         original(row, request)
         self.skip_rows[row] = self.skip_tables.of(speedup_of(request.sampling_params))
+
+    def _capture(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        def begin(layer_set: int, requests: int, tokens: int) -> None:
+            self.skip_step = self.skip_tables.uniform_step(layer_set, tokens)
+
+        original(*args, **kwargs | {"lora_capture_hook": begin})
+        self.skip_context.reset_counters()
+
+    def _dispatch(
+        self, original: Any, num_reqs: int, num_tokens: int, uniform: int | None, num_active_loras: int, **kwargs: Any
+    ) -> Any:
+        plan = self.skip_step
+        layer_set = 0 if plan is None else plan.uniform
+        if layer_set is None or self.skip_context.recorded is not None:
+            return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
+        return original(num_reqs, num_tokens, uniform, num_active_loras=layer_set, **kwargs)
+
+    def _replay(self, original: Any, graph: Any) -> Any:
+        plan = self.take_step()
+        if plan is not None:
+            assert plan.uniform == graph.num_active_loras, "a graph of other layers than the step's"
+            self.skip_context.count(plan, has_run=True)
+        return original(graph)
