@@ -73,9 +73,7 @@ def start_vllm(
 
     dtype, _ = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
     dtype = checkpoint.config.dtype if dtype == "auto" else dtype
-    entry: dict[str, Any] = {"schedule": schedule.to_dict()}
-    if checkpoint.adapter is not None:
-        entry["adapter"] = os.path.abspath(checkpoint.adapter)
+    entry = {"schedule": schedule.to_dict(), "adapter": checkpoint.adapter and os.path.abspath(checkpoint.adapter)}
     llm = LLM(
         checkpoint.path,
         revision=checkpoint.revision,

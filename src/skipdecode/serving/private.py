@@ -16,22 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModel
-from ..model.adapter import MAX_DISTANCE, Adapter, sample
+from ..model.adapter import MAX_DISTANCE, Adapter, read_samples, sample
 from .gate import PRIVATE, decoder_layers
+from .settings import Serving
 
 
 @contextmanager
-def with_private_layers(adapter: Adapter | None, samples: Mapping[str, Tensor], num_layers: int) -> Iterator[None]:
+def with_private_layers(adapter: Adapter | None, serving: Serving) -> Iterator[None]:
     """Context in which vLLM's loader adds private layers, as :func:`add_private_layers` does, to the model it loads."""
-    if adapter is None or not adapter.loras:
+    if adapter is None or serving.adapter is None or not adapter.loras:
         yield
         return
     from vllm.model_executor.model_loader import base_loader
 
+    samples = read_samples(serving.adapter)
     original = base_loader.process_weights_after_loading
 
     def process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        add_private_layers(model, adapter, samples, num_layers)
+        add_private_layers(model, adapter, samples, serving.num_layers)
         original(model, *args, **kwargs)
 
     base_loader.process_weights_after_loading = process

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, has_com
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files, read_adapter, read_samples
+from ..model.adapter import check_base_files, read_adapter
 from .attention import subset_attention
 from .compile import CompiledLayers
 from .gate import add_gates, adds_residual, decoder_layers
@@ -61,17 +61,15 @@ class SkipRunner(Runner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         serving = self.skip_serving
-        adapter, samples, sums = None, {}, True
+        adapter = None
         if serving.adapter is not None:
             checkpoint = Checkpoint.resolve(self.model_config.model, revision=self.model_config.revision)
             check_base_files(serving.adapter, checkpoint.folder)
             adapter = read_adapter(serving.adapter).to(self.device, self.model_config.dtype).requires_grad_(False)
-            samples = read_samples(serving.adapter)
-        with with_private_layers(adapter, samples, serving.num_layers):
+        with with_private_layers(adapter, serving):
             super().load_model(*args, **kwargs)
-        if adapter is not None:
-            last = decoder_layers(self.model, serving.num_layers)[-1]
-            sums = adds_residual(last, self.vllm_config, self.device)
+        last = decoder_layers(self.model, serving.num_layers)[-1]
+        sums = adapter is None or adds_residual(last, self.vllm_config, self.device)
         self.skip_tables = DepthTables(serving.schedules, adapter)
         self.skip_context = add_gates(self.model, serving.num_layers)
         self.skip_context.adds_residual = sums
@@ -136,15 +134,9 @@ class SkipRunner(Runner):
             raise RuntimeError("the step ran neither the model nor a graph of its layers")
         return output
 
-    def take_step(self) -> StepPlan | None:
-        """Plan of the next step, which then counts as followed."""
-        plan = self.skip_step
-        self.skip_step = None
-        return plan
-
     def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model as the step is planned."""
-        plan = self.take_step()
+        plan, self.skip_step = self.skip_step, None
         if plan is None:
             return original(*args, **kwargs)
         assert kwargs["positions"].shape[-1] == plan.tokens, "the step has other tokens than were planned"
@@ -244,7 +236,7 @@ class SkipRunnerV2(SkipRunner):
         return original(num_reqs, num_tokens, uniform, num_active_loras=layer_set, **kwargs)
 
     def _replay(self, original: Any, graph: Any) -> Any:
-        plan = self.take_step()
+        plan, self.skip_step = self.skip_step, None
         if plan is not None:
             assert plan.uniform == graph.num_active_loras, "a graph of other layers than the step's"
             self.skip_context.count(plan, has_run=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
 from ..model.attach import attach, teacher_forced
-from ..model.inspect import decoder_layers, text_config
+from ..model.inspect import decoder_layers
 from .settings import GPU_WORKER, TESTED, Serving, serving_of
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -117,7 +117,7 @@ def self_check(vllm_config: Any, serving: Serving, ask: Ask, record: Record, say
     reference = Reference(given, serving)
     source = random.Random(0)
     most = max(1, given.max_model_len - 2 * NEW)
-    ids = range(min(reference.vocabulary, 1000))
+    ids = range(min(given.get_vocab_size(), 1000))
     prompts = [tuple(source.choices(ids, k=min(length, most))) for length in LENGTHS]
     compared: list[float] = []
 
@@ -158,7 +158,6 @@ class Reference:
         checkpoint = Checkpoint.resolve(given.model, serving.adapter, given.revision)
         self.model: Any = attach(checkpoint.load(str(given.dtype).removeprefix("torch."), "cpu"))
         self.serving = serving
-        self.vocabulary: int = text_config(self.model.config).vocab_size
         is_exact = given.dtype == torch.float32
         self.limits = EXACT if is_exact else ROUNDED
         self.norm_limit = NORM_EXACT if is_exact else NORM_ROUNDED
