@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -22,12 +22,12 @@ def subset_attention(groups: Sequence[Sequence[Any]], context: ForwardContext) -
 
     ``groups`` are the runner's attention groups, of which each has the layers that share their metadata.
     """
-    before: Any = context.attn_metadata, context.slot_mapping
-    metadata_of = cache(partial(SubsetMetadata, groups, *before))
+    metadata_of = cache(partial(SubsetMetadata, groups, context))
 
     @contextmanager
     def attend(subset: TokenSubset) -> Iterator[torch.Tensor]:
         built = metadata_of(subset)
+        before = context.attn_metadata, context.slot_mapping
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
         context.attn_metadata = ByLayer(built.of)
         context.slot_mapping = ByLayer(lambda name: built.of(name).slot_mapping)
@@ -57,22 +57,13 @@ class ByLayer(dict[str, Any]):
 
 
 class SubsetMetadata:
-    """Attention metadata of a subset of a step's tokens, built once per layer group.
+    """Attention metadata of a subset of a step's tokens, built once per layer group."""
 
-    ``step`` and ``slots``, (tokens,), are those of all tokens, by layer name.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[Any]],
-        step: Mapping[str, Any],
-        slots: Mapping[str, torch.Tensor],
-        subset: TokenSubset,
-    ) -> None:
+    def __init__(self, groups: Sequence[Sequence[Any]], context: ForwardContext, subset: TokenSubset) -> None:
         self.groups = groups
-        self.step = step
-        self.slots = slots
-        one = next(iter(step.values()))  # only slots and block tables differ between layers
+        self.step: Any = context.attn_metadata  # by layer name, of all tokens
+        self.slots: Any = context.slot_mapping
+        one = next(iter(self.step.values()))  # only slots and block tables differ between layers
         device = one.seq_lens.device
         self.requests = torch.from_numpy(subset.requests).to(device)
         self.tokens = torch.from_numpy(subset.tokens).to(device)
