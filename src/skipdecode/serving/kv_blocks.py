@@ -105,10 +105,9 @@ class BucketCoordinator(HybridKVCacheCoordinator):
                 found, length, uncached = super().find_longest_cache_hit(block_hashes, max_cache_hit_length)
         finally:
             self.attention_groups = every
-        used = {place for group in needed for place in group.group_ids}
         hits = list(found)
         for place, manager in enumerate(managers):
-            if place not in used:
+            if manager.end <= length:
                 hits[place] = [self.block_pool.null_block] * (length // manager.block_size)
         return tuple(hits), length, uncached
 

@@ -26,10 +26,9 @@ from .settings import GPU_WORKER, TESTED, Serving, serving_of
 logger = logging.getLogger(f"vllm.{__name__}")
 #: Tokens of the prompts, new tokens of each, and the likeliest tokens of each step that are compared.
 LENGTHS, NEW, TOP = (6, 33, 56), 16, 5
-#: Most difference of log-probabilities, in nats: of any token, and in the mean. Rounding explains as much.
-EXACT, ROUNDED = (0.02, 0.002), (0.5, 0.05)
-#: Most difference of a hidden state's norm, as a share of it, before a layer is named.
-NORM_EXACT, NORM_ROUNDED = 1e-3, 0.05
+#: What rounding explains: most difference of log-probabilities, in nats, of any token, and in the mean; and of a hidden
+#: state's norm, as a share of it.
+EXACT, ROUNDED = (0.02, 0.002, 1e-3), (0.5, 0.05, 0.05)
 
 
 class Request(NamedTuple):
@@ -126,7 +125,7 @@ def self_check(vllm_config: Any, serving: Serving, ask: Ask, record: Record, say
         for request, found in zip(requests, answers, strict=True):
             off, mean = reference.distance(request, found)
             compared.extend([off] * len(found.token_ids))
-            if off <= reference.limits[0] and mean <= reference.limits[1]:  # a NaN is not
+            if off <= reference.most and mean <= reference.mean:  # a NaN is not
                 continue
             record(True)
             again = ask([request])[0]
@@ -134,7 +133,7 @@ def self_check(vllm_config: Any, serving: Serving, ask: Ask, record: Record, say
             raise UnsupportedModel(
                 f"skipdecode: the self-check failed at {request.speedup:g}x, {where}, "
                 f"{'in no single layer' if layer is None else f'first in layer {layer}'}: log-probabilities are off "
-                f"by {off:.2g} nats, {mean:.2g} in the mean; rounding explains {reference.limits[0]:g}"
+                f"by {off:.2g} nats, {mean:.2g} in the mean; rounding explains {reference.most:g}"
             )
         return answers
 
@@ -158,9 +157,7 @@ class Reference:
         checkpoint = Checkpoint.resolve(given.model, serving.adapter, given.revision)
         self.model: Any = attach(checkpoint.load(str(given.dtype).removeprefix("torch."), "cpu"))
         self.serving = serving
-        is_exact = given.dtype == torch.float32
-        self.limits = EXACT if is_exact else ROUNDED
-        self.norm_limit = NORM_EXACT if is_exact else NORM_ROUNDED
+        self.most, self.mean, self.norm = EXACT if given.dtype == torch.float32 else ROUNDED
         self._norms: dict[int, Tensor] = {}  # (positions,) of each layer's output, in the newest pass
         self._known: dict[tuple[Request, tuple[int, ...]], tuple[Tensor, dict[int, Tensor]]] = {}
         for index, layer in enumerate(decoder_layers(self.model)):
@@ -198,6 +195,6 @@ class Reference:
             here.setdefault(index, []).extend(norms)
         for index, norms in sorted(here.items()):
             same = expected[index][-len(norms) :]  # the prefix cache may have had the first positions
-            if not bool(((torch.tensor(norms) - same).abs() <= self.norm_limit * same).all()):
+            if not bool(((torch.tensor(norms) - same).abs() <= self.norm * same).all()):
                 return index
         return None

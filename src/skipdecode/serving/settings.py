@@ -98,9 +98,8 @@ class Serving:
         self.default = self.check_speedup(options.get("speedup", min(slowest, default=min(self.schedules))))
         self.load = self._load(options)
         self.buckets = choose_buckets(self.schedules.values())
-        self.ends = {}
-        for speedup, schedule in self.schedules.items():
-            self.ends[speedup] = [*map(DepthTable(schedule).end, self.buckets)]
+        tables = {speedup: DepthTable(schedule) for speedup, schedule in self.schedules.items()}
+        self.ends = {speedup: [*map(table.end, self.buckets)] for speedup, table in tables.items()}
         self.untrained = untrained_warning(self.schedules[max(self.schedules)], trained)
 
     def check_speedup(self, value: Any, name: str = "speedup") -> float:
