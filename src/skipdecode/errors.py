@@ -1,7 +1,5 @@
 """Errors that the user can fix. The command line prints their message and exits with code 2, without a traceback."""
 
-from __future__ import annotations
-
 
 class SkipDecodeError(ValueError):
     """An error that the user can fix; the message says what is wrong and what to do."""

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, JSON, and records that survive a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``skipdecode chat``: a conversation in the terminal, at a speed that may change between turns."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``skipdecode check``: show on a user's own model that skipping is exact."""
 
-from __future__ import annotations
-
 import json
 
 from rich.markup import escape

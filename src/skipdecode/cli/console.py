@@ -1,7 +1,5 @@
 """Messages, tables and progress bars for all verbs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Container, Sequence
 

@@ -1,7 +1,5 @@
 """``skipdecode demo``: what skipping layers does, shown with the demo model in half a minute."""
 
-from __future__ import annotations
-
 import csv
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """``skipdecode distill``: learn an adapter from self-generated texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

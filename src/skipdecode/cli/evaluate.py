@@ -1,7 +1,5 @@
 """``skipdecode evaluate``: what each speed costs in quality, and saves in layers, time and memory."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """``skipdecode generate``: an output for every prompt of a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The command line: ``skipdecode VERB MODEL --option``."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Annotated

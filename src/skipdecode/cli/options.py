@@ -1,7 +1,5 @@
 """Options that several verbs share: one name, one help text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

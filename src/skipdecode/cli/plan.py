@@ -1,7 +1,5 @@
 """``skipdecode plan``: what speed-ups in layers give in seconds on this machine, and which one to ask for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """``skipdecode play``: a page with outputs at several speeds side by side."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from typer import Option

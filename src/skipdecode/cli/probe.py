@@ -1,7 +1,5 @@
 """``skipdecode probe``: what skipping layers does to a model before any training."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """``skipdecode push``: upload a trained checkpoint or adapter to the Hub."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Annotated

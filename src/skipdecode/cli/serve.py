@@ -1,7 +1,5 @@
 """``skipdecode serve``: vLLM's OpenAI server, with a speed per request."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from typer import Argument, Context, Option

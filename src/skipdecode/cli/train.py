@@ -1,7 +1,5 @@
 """``skipdecode train``: fine-tune all weights with the schedule on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

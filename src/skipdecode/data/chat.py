@@ -1,7 +1,5 @@
 """Conversations: their messages, and their text by a tokenizer's chat template."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

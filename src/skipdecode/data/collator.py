@@ -1,7 +1,5 @@
 """Batches of examples in which all prompts end in the same column."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

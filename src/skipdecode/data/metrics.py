@@ -1,7 +1,5 @@
 """Metrics as statistics of each text, so that a bootstrap scores resampled corpora without reading texts again."""
 
-from __future__ import annotations
-
 import functools
 import unicodedata
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Tasks: the prompts and references of the paper's data sets, and of any rows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Token ids of prompts and responses, and where a response begins. The only place that decides on special tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Divergence of schedules from the full model on given texts, and the loss of texts under the full model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Quality, layers, time and memory of the full model, of each speed, and of the paper's baselines."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

@@ -5,8 +5,6 @@
 An adapter is a model argument too: ``pretrained=smollm2,adapter=fast,speedup=1.5``.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping, Sequence

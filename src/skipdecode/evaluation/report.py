@@ -1,7 +1,5 @@
 """Tables and plots of an evaluation's rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches: prompts of like length, which the model has positions for, within the memory that is free."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

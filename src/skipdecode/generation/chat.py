@@ -1,7 +1,5 @@
 """A conversation in the terminal, whose turns share the keys and values of their prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ended rows leave their batch: the model computes the others alone, while ``model.generate`` still sees all rows."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

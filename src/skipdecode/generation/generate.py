@@ -1,7 +1,5 @@
 """Texts for prompts, by ``model.generate`` in batches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext

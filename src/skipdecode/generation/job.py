@@ -1,7 +1,5 @@
 """Generation jobs: a text for each row of a file. A killed job goes on where it stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Generation jobs on a Ray cluster: each worker runs an engine, and the starting process keeps the progress."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Generation jobs with vLLM: ``vllm.LLM.generate`` on token ids. The plugin, an entry point, runs the schedule."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -1,7 +1,5 @@
 """Model cards, from a checkpoint's or adapter's schedules and an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

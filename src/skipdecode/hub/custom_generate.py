@@ -1,7 +1,5 @@
 """``custom_generate/``: the part of this package that decoding needs, as transformers loads it from a folder."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 model.generate(**inputs, custom_generate=DIR, trust_remote_code=True, speedup=3)
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Upload of a trained checkpoint or adapter to the Hub, with a card and the code that transformers runs it with."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What schedules give in seconds on a measured machine, and which of them reach a speed-up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Texts differ in length, and a batch decodes until its longest text ends: else lengths would be compared, not speeds.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

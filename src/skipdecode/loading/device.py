@@ -1,7 +1,5 @@
 """The device and dtype that a model runs in, and the machine that numbers are measured on."""
 
-from __future__ import annotations
-
 import math
 import platform
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Linear modules for decoding on CPUs: int8 weights, or float weights prepacked for the CPU's kernels."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any, NoReturn
 

@@ -3,8 +3,6 @@
 A skipped layer is never read, since gates skip it before accelerate's hooks run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

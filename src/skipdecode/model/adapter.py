@@ -3,8 +3,6 @@
 An adapter changes only positions that skip layers: the full model, and a prompt that runs all layers, stay as they are.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

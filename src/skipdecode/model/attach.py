@@ -1,7 +1,5 @@
 """Put gates on a model, remove them, and run uncached passes that skip the layers which decoding would skip."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A dynamic cache that follows a schedule. It retires a layer (frees its memory) once no later step runs the layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What transformers calls the argument that carries a cache."""
 
-from __future__ import annotations
-
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 #: The name since transformers 5.24, and the one before it, which 5.24 takes with a warning.

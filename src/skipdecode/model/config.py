@@ -1,7 +1,5 @@
 """The config entry that records a checkpoint's training, and the binding of schedules to a model."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Parts of a model: its decoder layers, their gates, layers that share KV; and whether it can skip layers exactly."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

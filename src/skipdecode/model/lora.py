@@ -1,7 +1,5 @@
 """LoRA (Hu et al., 2021) on the linear modules of layers that run, for positions that skip other layers."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

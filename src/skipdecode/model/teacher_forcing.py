@@ -1,7 +1,5 @@
 """Run a batch's prompts once, and then its texts with any number of schedules, as training and probing do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention restricted to some tokens of a step: metadata that are built when a layer asks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial

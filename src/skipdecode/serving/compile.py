@@ -4,8 +4,6 @@ Decoder layers are compiled one by one. Like vLLM's graph, a compiled layer has 
 arguments look as when it was compiled, but for the number of tokens; elsewhere the layer runs as plain Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ One class serves vLLM's native layers, which return hidden states and a residual
 backend. Like the gate for transformers, this one replaces ``forward`` of the layer instance.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

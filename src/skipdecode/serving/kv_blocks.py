@@ -9,8 +9,6 @@ bucket's keys, whatever ids the worker's block table still holds. Blocks are fre
 the end. A preempted request starts again at its first position and takes blocks like a new one.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ One checkpoint serves every speed-up, so a server under load need not reject req
 requests that name no speed-up run fewer layers. Running requests keep their schedules.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Layer-tokens (one token in one layer) and times of requests, for responses, Prometheus and the load policy."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 from typing import Any

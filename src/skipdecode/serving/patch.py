@@ -1,7 +1,5 @@
 """Replaces a function of vLLM by one of ours that calls it. Imports no vLLM."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Each patch calls the original, and does nothing else for a model without schedules.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are made where vLLM has read the weights and not yet packed them, so that it packs theirs as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A client names one as the argument ``speedup``, or by the model's name: ``NAME:3x`` is the model NAME at 3x.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

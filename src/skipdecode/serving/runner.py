@@ -3,8 +3,6 @@
 An adapter is a mixin before the class of vLLM's runner, so each serves every runner of its interface, on CPUs and GPUs.
 """
 
-from __future__ import annotations
-
 import logging
 from itertools import chain
 from typing import Any

@@ -4,8 +4,6 @@ Each speed is asked alone, where decode steps run from CUDA graphs if there are 
 from another's text, which the prefix cache may hold. The reference has the engine's dtype, and is loaded on the CPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """Command that starts vLLM's OpenAI server, with model, options and environment checked first."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Every process of a server derives the same from the model's config and ``--addit
 Imports vLLM only where a GPU's graphs are chosen.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Closed-form start of an adapter: low-rank bypasses by ridge regression on hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial

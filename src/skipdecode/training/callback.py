@@ -9,8 +9,6 @@ for number, batch in enumerate(loader):
         accelerator.backward(loss)
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

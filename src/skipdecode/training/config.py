@@ -1,7 +1,5 @@
 """Configurations of ``skipdecode train`` and ``skipdecode distill``; a YAML file may hold the same keys."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Distillation of an adapter from texts that the model writes itself: the code behind ``skipdecode distill``."""
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

@@ -1,7 +1,5 @@
 """Losses of training: cross-entropy, distillation from all layers, all exits, and the divergence of adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

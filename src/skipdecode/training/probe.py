@@ -1,7 +1,5 @@
 """Divergence from the full model before any training, for speeds and choices of layers: the code behind ``probe``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts that a model makes up itself, of as many kinds as it knows, so that distillation needs no data."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Self-generated texts: what the full model writes itself, so that distillation needs no data."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

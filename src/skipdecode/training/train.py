@@ -1,7 +1,5 @@
 """Fine-tuning with the schedule on: the code behind ``skipdecode train``."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Trainers that skip layers: each layer runs only the positions that it would run in decoding (paper, section 4)."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page of ``skipdecode play``: one prompt at two or three speeds, side by side."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import threading
