@@ -8,6 +8,13 @@ Run it in .venv-vllm with nothing else computing. Two or three servers stay load
 Each round asks stock and every speed once. Ratios are to stock in the same round; medians of the rounds count.
 Without ``--rates``, as many requests as ``--slots`` start together, and the time per output token is a decode step.
 ``--load 1-5`` adds a server at 1x that gives new requests 5x under load. A later call adds rounds to the output.
+
+On a GPU each server gets its share of the memory, and is checked before it listens, at each speed and from graphs:
+
+    python benchmarks/serving.py --shape llama-3.1-8b --speedups 1,1.5,2,3 --slots 128 --prompt-tokens 256
+        --vllm='--gpu-memory-utilization 0.45' --output $OUT/serving
+
+A machine without a network gets vLLM and its needs as wheels: `split -b 60M vllm-*.whl`, and `cat` there.
 """
 
 from __future__ import annotations
