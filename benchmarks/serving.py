@@ -117,6 +117,8 @@ def ask(
         command += ["--request-rate", rate, "--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
+    if found["completed"] < requests:
+        raise SystemExit(f"{requests - found['completed']} of {requests} requests failed: see the servers' logs")
     return {name: found[name] for name in KEPT}
 
 

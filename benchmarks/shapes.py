@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
-    "tiny": _opt(8, 64, 4) | {"vocab_size": 4096},
+    "tiny": _opt(8, 64, 2) | {"vocab_size": 4096},
 }
 
 
