@@ -45,7 +45,7 @@ def test_the_table_names_what_the_field_does() -> None:
     rows = [row(1.0, 1.0, kl=0.0, top_1=100.0, text_loss=0.5), row(2.0, 2.0, **NEAR)]
     headings, cells = report.columns(rows)
     assert headings == [
-        "method", "speed-up", "layers", "fewer layers", "KL", "top-1 agreement", "loss under the full model",
+        "method", "speed-up", "layers", "fewer layers", "KL", "same next token", "loss under the full model",
         "decoding speed-up", "end-to-end speed-up", "s per 1k tokens", "peak KV",
     ]  # fmt: skip
     assert cells[1] == [

@@ -13,7 +13,7 @@ METRICS: tuple[Metric, ...] = (*DEFAULT, Agreement(), Repetition())
 #: Columns for texts without references: key in JSON, heading, format.
 DISTANCES = (
     ("kl", "KL", "{:.3f}"),
-    ("top_1", "top-1 agreement", "{:.1f}%"),
+    ("top_1", "same next token", "{:.1f}%"),
     ("text_loss", "loss under the full model", "{:.3f}"),
 )
 #: Timings of fewer examples or batches than this are rough.
