@@ -3,7 +3,7 @@
     python experiments/sampling.py MODEL ADAPTER PROMPTS.jsonl OUTPUT.json --limit 40
 
 PROMPTS are of neither the training nor the test set. A setting that OUTPUT holds is not measured again. The chosen one
-goes into ADAPTER/generation_config.json, which every command then uses where the user does not say.
+goes into ADAPTER/generation_config.json, which the adapter's speeds then use where the user gives nothing else.
 """
 
 from __future__ import annotations

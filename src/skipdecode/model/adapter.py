@@ -35,6 +35,7 @@ ABOUT, WEIGHTS, TEXTS = "skipdecode_adapter.json", "adapter.safetensors", "self_
 #: An optional file of an adapter's folder, transformers' GenerationConfig: how its speeds sample where the user gives
 #: nothing else. The model without skipping keeps its own.
 GENERATION = "generation_config.json"
+#: Its values that are read.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 #: Versions of the folder's format: without and with LoRA.
 FORMATS = 2, 3
