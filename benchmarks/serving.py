@@ -143,7 +143,8 @@ def measure(given: argparse.Namespace, model: str, layers: dict[str, float]) -> 
         for number in range(given.rounds):
             for rate in given.rates.split(","):
                 for kind, engine, name in asked:
-                    ask(servers[kind], name, model, given, "inf", given.slots)  # warms up
+                    if not number:  # warms up
+                        ask(servers[kind], name, model, given, "inf", given.slots)
                     row = {"rate": rate, "engine": engine}
                     row |= ask(servers[kind], name, model, given, rate, given.requests or given.slots)
                     with file.open("a", encoding="utf-8") as rounds:

@@ -16,10 +16,10 @@ FLOAT16 = SimpleNamespace(dtype=torch.float16)
 
 def test_bfloat16_stays_where_the_cpu_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere it would be slower than float32; float16 is on any CPU."""
-    monkeypatch.setattr(device, "_fast_bfloat16", lambda: True)
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
     assert placement(BFLOAT16, "auto", "cpu") == ("auto", "cpu")
     assert placement(FLOAT16, "auto", "cpu") == (torch.float32, "cpu")
-    monkeypatch.setattr(device, "_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: False)
     assert placement(BFLOAT16, "auto", "cpu") == (torch.float32, "cpu")
 
 
@@ -38,9 +38,9 @@ def test_an_accelerator_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_of_the_cpu_are_read_where_torch_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True, "cpu_name": "x"}, raising=False)
-    assert device._fast_bfloat16()
+    assert device.multiplies_bfloat16()
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not device._fast_bfloat16()
+    assert not device.multiplies_bfloat16()
 
 
 def test_a_machine_is_named_with_its_versions() -> None:

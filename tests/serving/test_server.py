@@ -9,7 +9,6 @@ import torch
 
 from skipdecode import Schedule, load
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
-from skipdecode.loading import device
 from skipdecode.loading.load import DEMO
 from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.serving import server
@@ -48,15 +47,17 @@ def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.server_command("demo")[1] == {}
 
 
-def test_the_dtype_is_that_of_generate_unless_the_operator_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would take bfloat16 for float32 weights, slower on a CPU without it in hardware."""
-    monkeypatch.setattr(device, "default_device", lambda: "cpu")
-    command, _ = server.server_command("demo")
-    assert words_after(command, "--dtype") == ["float32"]
+@pytest.mark.parametrize(
+    ("kind", "multiplies", "given"), [("cpu", False, True), ("cpu", True, False), ("cuda", False, False)]
+)
+def test_float32_only_on_a_cpu_that_is_slow_at_bfloat16(
+    kind: str, multiplies: bool, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "default_device", lambda: kind)
+    monkeypatch.setattr(server, "multiplies_bfloat16", lambda: multiplies)
+    assert ("--dtype" in server.server_command("demo")[0]) is given
     command, _ = server.server_command("demo", None, ["--dtype", "bfloat16"])
     assert words_after(command, "--dtype") == ["bfloat16"]
-    monkeypatch.setattr(device, "default_device", lambda: "cuda")
-    assert "--dtype" not in server.server_command("demo")[0]
 
 
 @pytest.mark.parametrize("names", [["--served-model-name", "a", "b"], ["--served_model_name=a", "--foo"]])

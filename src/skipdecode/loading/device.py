@@ -17,7 +17,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
     """
     device = default_device() if device is None else str(device)
     on_cpu = device.partition(":")[0] == "cpu"
-    if dtype == "auto" and on_cpu and not (config.dtype == torch.bfloat16 and _fast_bfloat16()):
+    if dtype == "auto" and on_cpu and not (config.dtype == torch.bfloat16 and multiplies_bfloat16()):
         dtype = torch.float32
     return dtype, "cpu" if on_cpu else device
 
@@ -28,7 +28,7 @@ def default_device() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-def _fast_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware."""
     return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
 

@@ -9,10 +9,8 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-import torch
-
 from ..errors import MissingExtra, UsageError
-from ..loading.device import placement
+from ..loading.device import default_device, multiplies_bfloat16
 from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files
 from ..model.config import CONFIG_KEY, speedup_key
@@ -61,8 +59,8 @@ def server_command(
     plain = given.served_model_name or [model]
     names = [*plain, *(f"{name}:{speedup_key(speedup)}x" for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
-    if given.dtype is None and placement(checkpoint.config, "auto", None)[0] is torch.float32:
-        command += ["--dtype", "float32"]  # as elsewhere; vLLM would take bfloat16, which some CPUs are slow at
+    if given.dtype is None and default_device() == "cpu" and not multiplies_bfloat16():
+        command += ["--dtype", "float32"]  # vLLM would take bfloat16, which is slow there
     if not given.disable_log_stats:
         command.append("--enable-per-request-metrics")  # so that responses report their speed
     command += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm, "--served-model-name", *names]
