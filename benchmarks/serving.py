@@ -132,18 +132,19 @@ def measure(given: argparse.Namespace, model: str, layers: dict[str, float]) -> 
     commands["skipdecode"] = [*ours, *common]
     if given.load:
         slow, fast = given.load.split("-")
-        limits = ["--load-waiting", str(given.slots // 4)]
+        limits = ["--load-waiting", str(given.slots // 4), "--load-token-ms", given.load_token_ms]
         commands["load"] = [*ours, "--speedup", slow, "--load-speedup", fast, *limits, *common]
     asked = [("stock", "stock", NAME)] + [("skipdecode", speed, f"{NAME}:{speed}x") for speed in layers]
     asked += [("load", given.load, NAME)] if given.load else []
     given.output.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; stock vLLM would take nearly all of a CPU's memory
     file = given.output / "rounds.jsonl"
+    rates = given.rates.split(",")
     with _servers(commands, given.output) as servers:
         for number in range(given.rounds):
-            for rate in given.rates.split(","):
+            for rate in rates:
                 for kind, engine, name in asked:
-                    if not number:  # warms up
+                    if not number and rate == rates[0]:  # warms up
                         ask(servers[kind], name, model, given, "inf", given.slots)
                     row = {"rate": rate, "engine": engine}
                     row |= ask(servers[kind], name, model, given, rate, given.requests or given.slots)
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of a measurement; default: as many as slots")
     parser.add_argument("--rates", default="inf", help="requests a second, with commas between")
     parser.add_argument("--load", help="1-5: a server at 1x that gives 5x under load")
+    parser.add_argument("--load-token-ms", default="1000", help="which is load, as are slots/4 that wait")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)

@@ -76,7 +76,22 @@ def draw_tokens() -> None:
     figure.savefig(IMAGES / "tokens.png", dpi=110)
 
 
+def draw_load() -> None:
+    """Time per output token of three servers, by the requests a second that they finish."""
+    found = json.loads((ROOT / "results" / "serving" / "smollm2-load" / "table.json").read_text(encoding="utf-8"))
+    names = {"stock": ("stock vLLM", "#64748b"), "1": ("1x", "#ea580c"), "1-2": ("1x, 2x under load", "#2563eb")}
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for engine, (label, color) in names.items():
+        rows = [row for row in found["rows"] if row["engine"] == engine]
+        axes.plot([row["request_throughput"] for row in rows], [row["median_tpot_ms"] for row in rows], "o-")
+        axes.lines[-1].set(color=color, label=label)
+    axes.set(xlabel="requests finished a second", ylabel="time per output token, ms", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(IMAGES / "load.png", dpi=110)
+
+
 if __name__ == "__main__":
     draw_layers()
     draw_speeds()
     draw_tokens()
+    draw_load()

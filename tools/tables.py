@@ -280,6 +280,22 @@ def serving(*folders: str) -> None:
     print(f"{read(f'serving/{folders[0]}')['about']['machine']}.")
 
 
+def engine() -> None:
+    """Print decode steps of vLLM's engine alone."""
+    found = read("serving/smollm2-engine")
+    lines = [
+        (
+            f"{row['speedup']:g}x",
+            f"{row['step_ms']:.1f} ms",
+            ratio(row, "ratio"),
+            f"{100 * row['adapter_share']:.0f}%" if "adapter_share" in row else "",
+        )
+        for row in found["rows"]
+    ]
+    show(("speed", "decode step", "speed-up", "adapter's share"), lines)
+    print(f"{found['about']['machine']}; {found['about']['dtype'].removeprefix('torch.')}.")
+
+
 def load(folder: str) -> None:
     """Print servers at several rates of requests, with and without the load policy."""
     lines = [

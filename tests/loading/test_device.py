@@ -43,6 +43,16 @@ def test_features_of_the_cpu_are_read_where_torch_knows_them(monkeypatch: pytest
     assert not device.multiplies_bfloat16()
 
 
+def test_peak_memory_is_that_of_a_gpu_since_the_call() -> None:
+    assert device.watch_memory(torch.device("cpu"))() == 0
+    if not torch.cuda.is_available():
+        pytest.skip("the rest needs a GPU")
+    torch.empty(10**8, device="cuda")
+    peak = device.watch_memory(torch.device("cuda"))
+    torch.empty(10**6, device="cuda")
+    assert 10**6 <= peak() < 10**8
+
+
 def test_a_machine_is_named_with_its_versions() -> None:
     assert f"torch {torch.__version__}" in machine("cpu")
     assert "threads" in machine("cpu")

@@ -98,8 +98,9 @@ def generate(
         (f"{summary['average_depth']:.2f}", f"layers of {summary['layers']} per decode step"),
         (f"{summary['layer_ratio']:.2f}x", "fewer layers"),
     ]
-    if peak := summary.get("peak_kv_bytes"):
-        figures.append((f"{peak / 1e6:.1f}", "MB of KV cache at most"))
+    for name, label in (("kv", "KV cache"), ("memory", "GPU memory, weights aside,")):
+        if peak := summary.get(f"peak_{name}_bytes"):
+            figures.append((f"{peak / 1e6:.1f}", f"MB of {label} at most"))
     width = max(len(figure) for figure, _ in figures)
     for figure, label in figures:
         err.print(f"[bold]{figure:>{width}}[/] {label}")

@@ -35,7 +35,7 @@ from .early_exit import METHODS, calm, exits
 #: File in the output folder to which each finished row is appended; its first line holds the settings.
 ROWS = "rows.jsonl"
 #: Increase it when the keys of a row change.
-VERSION = 8
+VERSION = 9
 
 OnProgress = Callable[[str, int, int], object]
 
@@ -240,6 +240,7 @@ class _Evaluation:
             "steps": stats.steps,
             "longest_steps": max(*output.lengths, 1),
             "peak_kv_bytes": stats.peak_kv_bytes,
+            "peak_memory_bytes": stats.peak_memory_bytes,
             **self._scores(texts, full_texts),
             **notes,
             **({} if self.scored else self._distances(variant, output, full_texts)),

@@ -24,7 +24,7 @@ from transformers import (
 from ..data.chat import Prompt, is_conversation, parse_messages
 from ..data.tokenize import decode_response, encode_prompts
 from ..errors import NOT_FINITE, ModelError, SkipDecodeError, UsageError
-from ..loading.device import free_memory, synchronize
+from ..loading.device import free_memory, synchronize, watch_memory
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE, CACHE_NAMES
 from ..model.config import num_layers, trained_schedules
@@ -217,6 +217,7 @@ def _generate_batch(
         ends.append(StopStringCriteria(tokenizer, stop_strings))
     progress = Progress([*ends, *options.pop("stopping_criteria", ())], ids)
     processors = LogitsProcessorList([NaNCheck(), *options.pop("logits_processor", ())])
+    peak_memory = watch_memory(model.device)
     start = time.perf_counter()
     if decoding is None:
         cache: Any = DynamicCache(config=model.config)
@@ -277,6 +278,7 @@ def _generate_batch(
         prompt_layer_positions=sum(prompt_schedule.positions_per_layer(width, width)),
         peak_kv_bytes=getattr(cache, "peak_kv_bytes", 0)
         or max(total_kv_bytes(cache), getattr(leaving, "peak_kv_bytes", 0)),
+        peak_memory_bytes=peak_memory(),
     )
 
 

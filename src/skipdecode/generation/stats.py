@@ -16,6 +16,10 @@ class Completion:
     finish_reason: str  #: ``stop``, or ``length`` if the text was cut off.
 
 
+#: Figures of which several batches have the largest, not the sum.
+PEAKS = ("peak_kv_bytes", "peak_memory_bytes")
+
+
 @dataclass
 class GenerationStats:
     """What one or more batches took. A decode step is a forward pass after the prompt's.
@@ -28,6 +32,7 @@ class GenerationStats:
         row_steps, row_layers: the same for single sequences, where these exit on their own.
         prompt_positions, prompt_layer_positions: positions of padded prompts, once a batch, and the layers they ran.
         peak_kv_bytes: most bytes of keys and values at once.
+        peak_memory_bytes: most bytes of a GPU's memory that generation took, beside the weights; 0 on other devices.
     """
 
     num_layers: int
@@ -42,6 +47,7 @@ class GenerationStats:
     prompt_positions: int = 0
     prompt_layer_positions: int = 0
     peak_kv_bytes: int = 0
+    peak_memory_bytes: int = 0
 
     @property
     def average_depth(self) -> float:
@@ -76,9 +82,10 @@ class GenerationStats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __iadd__(self, other: GenerationStats) -> GenerationStats:
-        for name in {own.name for own in fields(self)} - {"num_layers", "peak_kv_bytes"}:
+        for name in {own.name for own in fields(self)} - {"num_layers", *PEAKS}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
+        for name in PEAKS:
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
         return self
 
     def summary(self) -> dict[str, Any]:
@@ -91,7 +98,7 @@ class GenerationStats:
             "average_depth": round(self.average_depth, 2),
             "layer_ratio": round(self.layer_ratio, 3),
         }
-        measured = {"decode_seconds": round(self.decode_seconds, 3), "peak_kv_bytes": self.peak_kv_bytes}
+        measured = {"decode_seconds": round(self.decode_seconds, 3)} | {name: getattr(self, name) for name in PEAKS}
         return figures | {name: value for name, value in measured.items() if value}
 
 

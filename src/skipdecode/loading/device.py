@@ -2,6 +2,7 @@
 
 import math
 import platform
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +49,15 @@ def free_memory(device: str | torch.device) -> float:
 
         return psutil.virtual_memory().available if device.type in ("cpu", "mps") else math.inf
     return math.inf
+
+
+def watch_memory(device: torch.device) -> Callable[[], int]:
+    """Function that returns the most bytes that tensors on a GPU took since this call; always 0 on other devices."""
+    if device.type != "cuda":
+        return lambda: 0
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    return lambda: torch.cuda.max_memory_allocated(device) - start
 
 
 def synchronize(device: torch.device) -> None:
