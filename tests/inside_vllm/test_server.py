@@ -259,12 +259,13 @@ def test_hundreds_of_requests_and_clients_that_leave(server: Server, client: Any
 
 def test_sigterm_lets_requests_end(server: Server, client: Any, solo: Reference, mixed: Any) -> None:
     """Clients that wait get their whole texts; then the server ends, with all its processes. The last test here."""
-    requests = [Request(prompt, 2.0, 48) for prompt in mixed[40:56]]
+    requests = [Request(prompt, 2.0, 48) for prompt in mixed[40:56]] * 4  # more than the server takes at once
     below = psutil.Process(server.process.pid).children(recursive=True)
 
     async def terminate() -> None:
-        while server.total("vllm:num_requests_running") < 8:
-            await asyncio.sleep(0.05)
+        before = server.total("vllm:generation_tokens_total")
+        while await asyncio.to_thread(server.total, "vllm:generation_tokens_total") == before:
+            await asyncio.sleep(0)
         server.process.send_signal(signal.SIGTERM)
 
     *answers, _ = together(*(ask(client, list(r.prompt), 2, new=48) for r in requests), terminate())
