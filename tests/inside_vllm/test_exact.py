@@ -91,7 +91,7 @@ class TestTight:
     @pytest.fixture(scope="class")
     def tight(self) -> Iterator[Any]:
         options: dict[str, Any] = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
-        with engine(num_gpu_blocks_override=22, disable_hybrid_kv_cache_manager=True, **options) as made:
+        with engine(num_gpu_blocks_override=19, disable_hybrid_kv_cache_manager=True, **options) as made:
             yield made
 
     def test_tiny_chunks_and_preemption(
