@@ -55,6 +55,8 @@ def test_the_table_names_what_the_field_does() -> None:
     headings, cells = report.columns([*rows, row(3.0, 2.0, token_layer_ratio=3.0)])
     found = dict(zip(headings, cells[2], strict=True))
     assert (found["fewer layers, one sequence"], found["KL"]) == ("3.00x", "")
+    headings, cells = report.columns([row(1.0, 1.0, peak_memory_bytes=2_000_000)])
+    assert (headings[-1], cells[0][-1]) == ("peak memory beside the weights", "2.0 MB")
 
 
 def test_scores_stand_beside_their_differences_and_a_terminal_gets_no_intervals() -> None:

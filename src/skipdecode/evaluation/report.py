@@ -46,7 +46,10 @@ def _cells(row: Row, several: bool) -> dict[str, str]:
             cells[heading] = form.format(row[name]) + (f" ({low:.3f} to {high:.3f})" if high else "")
     cells["decoding speed-up"], cells["end-to-end speed-up"] = _speedups(row)
     cells["s per 1k tokens"] = f"{row['job_seconds_per_1k_tokens']:.2f}"
-    return cells | {"peak KV": f"{row['peak_kv_bytes'] / 1e6:.1f} MB"}
+    cells["peak KV"] = f"{row['peak_kv_bytes'] / 1e6:.1f} MB"
+    if peak := row.get("peak_memory_bytes"):  # on a GPU
+        cells["peak memory beside the weights"] = f"{peak / 1e6:.1f} MB"
+    return cells
 
 
 def _speedups(row: Row) -> list[str]:
