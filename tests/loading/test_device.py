@@ -43,10 +43,12 @@ def test_features_of_the_cpu_are_read_where_torch_knows_them(monkeypatch: pytest
     assert not device.multiplies_bfloat16()
 
 
-def test_peak_memory_is_that_of_a_gpu_since_the_call() -> None:
+def test_a_cpu_has_no_peak_memory() -> None:
     assert device.watch_memory(torch.device("cpu"))() == 0
-    if not torch.cuda.is_available():
-        pytest.skip("the rest needs a GPU")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_memory_is_that_of_a_gpu_since_the_call() -> None:
     torch.empty(10**8, device="cuda")
     peak = device.watch_memory(torch.device("cuda"))
     torch.empty(10**6, device="cuda")
