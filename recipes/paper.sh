@@ -48,7 +48,7 @@ mkdir -p "$out"
 printf '%s\n' "task: $task" "max_eval_samples: 100" "save_steps: 25" "save_total_limit: 1" > "$out/distill.yaml"
 { cat "$out/distill.yaml" && echo "exit_share: 0.2"; } > "$out/train.yaml" # of multi-layer exit alone
 [ -f "$out/base/tokenizer.json" ] || "$python" recipes/smollm2.py "$out/base"
-rates="3e-5 1e-4 3e-4 1e-3 3e-3"
+rates="3e-5 1e-4 3e-4 1e-3 3e-3 1e-2"
 row train full "$rates" --speedups 1
 row train skipdecode "$rates" --speedups 1,2,3,4,5 "${falling[@]}"
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")

@@ -49,14 +49,14 @@ class Server:
         answer = httpx.post(self.url + path, content=content, headers=headers, timeout=60)
         return answer.status_code, answer.text
 
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
+    def total(self, *names: str, **labels: str) -> float:
+        """The sum of these metrics' series that have these labels, all from one page."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = (line.rpartition(" ") for line in self.get("/metrics").splitlines() if line and line[0] != "#")
         return sum(
             float(value)
             for series, _, value in lines
-            if series.partition("{")[0] == name and all(label in series for label in wanted)
+            if series.partition("{")[0] in names and all(label in series for label in wanted)
         )
 
 
