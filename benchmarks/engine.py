@@ -33,8 +33,10 @@ def use_adapter(worker: Any, does: bool) -> None:
     """Let the worker's steps have the adapter's modules or not."""
     runner = worker.model_runner
     tables = vars(runner).setdefault("benchmark_tables", {True: runner.skip_tables})
-    tables.setdefault(False, DepthTables(runner.skip_serving.schedules, None))
-    runner.skip_tables = tables[does]
+    is_new = does not in tables
+    runner.skip_tables = tables.setdefault(does, DepthTables(runner.skip_serving.schedules, None))
+    if is_new:
+        runner.compile_layers()
 
 
 def steps(llm: LLM, speedup: float, given: argparse.Namespace, new_tokens: int) -> list[float]:

@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_copied_whole_is_an_error(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("repo", "options", "match"),
     [
-        ("me/fast", {}, "--base-model is USER/NAME"),
+        ("me/fast", {}, "give --base-model: it is USER/NAME"),
         ("fast", {"base_model": "you/base"}, "the repository is USER/NAME"),
         ("me/fast", {"base_model": "/home/me/base"}, "--base-model is USER/NAME"),
     ],

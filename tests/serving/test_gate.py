@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers.plans import LAYERS, SCHEDULES, plan
 from skipdecode.errors import UnsupportedModel
 from skipdecode.model.adapter import Adapter
-from skipdecode.serving.gate import add_gates
+from skipdecode.serving.gate import UnlikeArguments, add_gates
 from skipdecode.serving.steps import DepthTables, TokenSubset
 
 MIXED = [(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)]
@@ -71,8 +71,9 @@ def run(family: type[nn.Module], layers: Iterable[Any], tokens: int) -> Tensor:
     if family is Plain:
         hidden = hidden[None]
         rotations = torch.full((1, tokens, 4), 0.5), torch.linspace(0, 1, tokens)[None, :, None].expand(1, tokens, 4)
+        ids = positions[None]
         for layer in layers:
-            hidden = layer.forward(hidden, position_embeddings=rotations, ids=positions[None])
+            hidden = layer.forward(hidden, position_embeddings=rotations, ids=ids)
         return hidden[0]
     residual = None
     for layer in layers:
@@ -105,8 +106,11 @@ class Before(nn.Module):
 @pytest.mark.parametrize("requests", [MIXED, UNIFORM], ids=["mixed", "uniform"])
 @pytest.mark.parametrize("adapts", [False, True], ids=["plain", "adapter"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("group_size", [1, 3])
 @torch.no_grad()
-def test_each_token_passes_its_own_layers_and_modules(family: type[nn.Module], adapts: bool, requests: Any) -> None:
+def test_each_token_passes_its_own_layers_and_modules(
+    family: type[nn.Module], adapts: bool, requests: Any, group_size: int
+) -> None:
     """As in a model that has each token's layers alone, with the adapter's modules before them."""
     adapter = Adapter(4, 3, SCHEDULES)
     generator = torch.Generator().manual_seed(0)
@@ -126,6 +130,7 @@ def test_each_token_passes_its_own_layers_and_modules(family: type[nn.Module], a
     full = run(family, layers, step.tokens)
     context = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     context.adds_residual = family is Native
+    context.group_size = group_size
     with context.following(step, attention):
         found = run(family, layers, step.tokens)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
@@ -145,6 +150,21 @@ def test_layers_that_no_token_needs_are_not_called() -> None:
     assert sum(calls) < LAYERS
     with pytest.raises(RuntimeError, match="something bypasses gates"), context.following(step, attention):
         pass
+
+
+@pytest.mark.parametrize("argument", ["positions", "hidden", "residual"])
+def test_layers_with_arguments_of_their_own_do_not_run_together(argument: str) -> None:
+    """A group passes the arguments of its first layer to all, and its output past what the model does between them."""
+    step = plan(UNIFORM)
+    layers = nn.ModuleList(Native() for _ in range(LAYERS))
+    context = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
+    context.group_size = 2
+    positions, hidden = torch.arange(step.tokens), torch.ones(step.tokens, 4)
+    with pytest.raises(UnlikeArguments), context.following(step, attention):  # noqa: PT012
+        hidden, residual = layers[0].forward(positions, hidden, None)
+        changed = {"positions": positions, "hidden": hidden, "residual": residual}
+        changed[argument] = changed[argument].clone()
+        layers[1].forward(*changed.values())
 
 
 def test_two_stacks_are_refused() -> None:

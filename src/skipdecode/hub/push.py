@@ -39,9 +39,10 @@ def prepare(
     adapter = is_adapter(folder)
     schedules = read_schedules(folder) if adapter else Checkpoint.resolve(folder).schedules
     about = read_about(folder) if adapter else {"base_model": None}
+    what = "--base-model" if base_model else "the adapter's model is a folder here, so give --base-model: it"
     base_model = base_model or about["base_model"]
     if base_model is not None:
-        _check_name(base_model, "--base-model")
+        _check_name(base_model, what)
     if not schedules:
         raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
     made = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, results=results, **card)

@@ -66,6 +66,14 @@ class LowRank(nn.Module):
         """Hidden states (positions, size) with the change added."""
         raise NotImplementedError
 
+    def reduce(self, hidden: Tensor) -> Tensor:
+        """Product (positions, rank) with the first matrix."""
+        return hidden @ self.down
+
+    def expand(self, low: Tensor, other: Tensor) -> Tensor:
+        """Sum of ``other`` (positions, size) and the product with the second matrix."""
+        return torch.addmm(other, low, self.up)
+
 
 class LowRankBypass(LowRank):
     """An affine map in place of a skipped span: ``h + (h A) B + c``."""
@@ -76,7 +84,7 @@ class LowRankBypass(LowRank):
 
     def changed(self, hidden: Tensor) -> Tensor:
         """Hidden states (positions, size) as they might be after the skipped layers."""
-        return torch.addmm(hidden + self.bias, hidden @ self.down, self.up)
+        return self.expand(self.reduce(hidden), hidden + self.bias)
 
 
 class Bottleneck(LowRank):
@@ -85,7 +93,7 @@ class Bottleneck(LowRank):
     def changed(self, hidden: Tensor) -> Tensor:
         """Corrected hidden states. The norm is a factor, so it can follow the product: a smaller operation."""
         factor = hidden.shape[-1] ** 0.5 / torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).clamp_min(1e-6)
-        return torch.addmm(hidden, silu((hidden @ self.down) * factor), self.up)
+        return self.expand(silu(self.reduce(hidden) * factor), hidden)
 
 
 class Adapter(nn.Module):

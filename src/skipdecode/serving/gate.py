@@ -4,8 +4,10 @@ One class serves vLLM's native layers, which return hidden states and a residual
 backend. Like the gate for transformers, this one replaces ``forward`` of the layer instance.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,6 +30,7 @@ class StepContext:
     Attributes:
         adds_residual: whether the input of a layer that takes a residual is the sum of hidden states and residual.
         layers: a CompiledLayers, which runs layers; None: they run as plain Python.
+        group_size: how many layers of a uniform step run together, to be compiled together; 1: each alone.
         recorded: of each layer's outputs, (layer, norms of the hidden states); None: nothing is recorded.
         full_tokens, run_tokens: layer-tokens since the start, of the full model and those that ran. A layer-token is
             one token in one layer.
@@ -38,6 +41,10 @@ class StepContext:
         self.attention: SubsetAttention | None = None
         self.adds_residual = True
         self.layers: Any = None
+        self.group_size = 1
+        self.gates: list[Gate] = []
+        self.groups: dict[Hashable, LayerGroup] = {}
+        self.passed: dict[str, Any] = {}  # arguments of a group's other layers: what its first layer got and gave
         self.recorded: list[tuple[int, list[float]]] | None = None
         self.reset_counters()
 
@@ -55,6 +62,7 @@ class StepContext:
             yield
         finally:
             self.plan = self.attention = None
+            self.passed = {}
         if self.run_tokens != expected:
             raise RuntimeError(f"{self.run_tokens} layer-tokens ran, {expected} were planned: something bypasses gates")
 
@@ -69,8 +77,18 @@ class StepContext:
         self.full_tokens = self.run_tokens = 0
 
     def run(self, forward: Callable[..., Any], tokens: int, **kwargs: Any) -> Any:
-        """Output of a layer or module for ``tokens`` tokens, compiled where that is possible."""
-        return forward(**kwargs) if self.layers is None else self.layers.run(forward, kwargs, tokens)
+        """Output of a layer, module or group for ``tokens`` tokens, compiled where that is possible."""
+        if self.layers is None or torch.compiler.is_compiling():
+            return forward(**kwargs)
+        return self.layers.run(forward, kwargs, tokens)
+
+    def group(self, first: int, plan: StepPlan) -> LayerGroup:
+        """Group of layers that begins with ``first``, as a uniform step runs them."""
+        span = slice(first, first + self.group_size - first % self.group_size)
+        key = first, plan.runs[0, span].tobytes(), plan.acts[0, span].tobytes()
+        if key not in self.groups:
+            self.groups[key] = LayerGroup(self.gates[span], plan)
+        return self.groups[key]
 
 
 class Gate:
@@ -94,29 +112,51 @@ class Gate:
         if plan is None:
             return self.original(*args, **kwargs)
         kwargs |= dict(zip(self.names, args, strict=False))
-        for module, places in plan.adapter_modules(self.index):
-            self._change(module, places, kwargs)
         if not plan.is_full:
             context.run_tokens += plan.counts[self.index]
-        for private, subset in plan.parts(self.index, self.private is not None):
-            forward = self.private.forward if private and self.private is not None else self.original
-            self._run(forward, subset, plan, kwargs)
+        if plan.uniform and context.group_size > 1 and context.recorded is None:
+            self._pass_group(plan, kwargs)
+        else:
+            for module, places in plan.adapter_modules(self.index):
+                self.change(module, places, kwargs)
+            for forward, subset in self.parts(plan):
+                self._run(forward, subset, plan, kwargs)
         if context.recorded is not None:
             hidden, residual = kwargs[self.hidden], kwargs.get("residual") if context.adds_residual else None
             norms = (hidden if residual is None else hidden + residual).float().norm(dim=-1)
             context.recorded.append((self.index, norms.flatten().tolist()))
         return (kwargs[self.hidden], kwargs.get("residual")) if self.has_residual else kwargs[self.hidden]
 
+    def parts(self, plan: StepPlan) -> list[tuple[Callable[..., Any], TokenSubset | None]]:
+        """What runs in a step, the layer, its private copy or both, each with its tokens; None: all tokens."""
+        found = plan.parts(self.index, self.private is not None)
+        private = self.original if self.private is None else self.private.forward
+        return [(private if is_private else self.original, subset) for is_private, subset in found]
+
+    def _pass_group(self, plan: StepPlan, kwargs: dict[str, Any]) -> None:
+        """Run the layer's group if the layer is its first. The group's other layers then only pass on its output.
+
+        Raises UnlikeArguments if they were to get anything else than the first got and the group gave.
+        """
+        context = self.context
+        if self.index % context.group_size == 0:
+            group = context.group(self.index, plan)
+            if group.parts:
+                kwargs.update(self.named(context.run(group.forward, plan.tokens, **kwargs)))
+            context.passed = kwargs
+        elif kwargs.keys() != context.passed.keys() or any(kwargs[name] is not context.passed[name] for name in kwargs):
+            raise UnlikeArguments(f"layer {self.index} has other arguments than those before it")
+
     def _run(self, forward: Callable[..., Any], subset: TokenSubset | None, plan: StepPlan, kwargs: Any) -> None:
         """Replace hidden states and residual in ``kwargs`` by a layer's output, for the tokens of a subset."""
         context = self.context
         if subset is None:
-            kwargs.update(self._named(context.run(forward, plan.tokens, **kwargs)))
+            kwargs.update(self.named(context.run(forward, plan.tokens, **kwargs)))
             return
         assert context.attention is not None
         with context.attention(subset) as tokens:
             output = context.run(forward, len(tokens), **select(kwargs, tokens, plan.tokens))
-        for name, part in self._named(output).items():
+        for name, part in self.named(output).items():
             before = kwargs.get(name)
             if before is None and part is not None:
                 # The first layer turns its input into the residual; a token that skips it has all its state in hidden.
@@ -124,14 +164,14 @@ class Gate:
             # None: a model family that adds the residual inside the layer.
             kwargs[name] = None if part is None else before.index_copy(before.ndim - 2, tokens, part)
 
-    def _named(self, output: Any) -> dict[str, Any]:
+    def named(self, output: Any) -> dict[str, Any]:
         """Hidden states and residual of a layer's output, by the names of the next layer's arguments."""
         if self.has_residual:
             return dict(zip((self.hidden, "residual"), output, strict=True))
         assert isinstance(output, Tensor), "a layer that returns more than hidden states"
         return {self.hidden: output}
 
-    def _change(self, module: nn.Module, places: Any, kwargs: dict[str, Any]) -> None:
+    def change(self, module: nn.Module, places: Any, kwargs: dict[str, Any]) -> None:
         """Change hidden states by an adapter's module; a residual that is a part of them becomes 0."""
         hidden = kwargs[self.hidden]
         residual = kwargs.get("residual") if self.context.adds_residual else None
@@ -147,6 +187,31 @@ class Gate:
         kwargs[self.hidden] = hidden.index_copy(axis, tokens, changed)
         if residual is not None:
             kwargs["residual"] = residual.index_fill(axis, tokens, 0)
+
+
+class UnlikeArguments(RuntimeError):
+    """Layers that run together would get other arguments each."""
+
+
+class LayerGroup(nn.Module):
+    """Successive layers as uniform steps run them, with an adapter's modules between them: one module to compile."""
+
+    def __init__(self, gates: Sequence[Gate], plan: StepPlan) -> None:
+        super().__init__()
+        found = [
+            (gate, [module for module, _ in plan.adapter_modules(gate.index)], [each for each, _ in gate.parts(plan)])
+            for gate in gates
+        ]
+        self.parts = [(gate, modules, forwards) for gate, modules, forwards in found if modules or forwards]
+
+    def forward(self, **kwargs: Any) -> Any:
+        """Output of the last of the layers, for the arguments of the first."""
+        for gate, modules, forwards in self.parts:
+            for module in modules:
+                gate.change(module, None, kwargs)
+            for forward in forwards:
+                kwargs.update(gate.named(gate.context.run(forward, kwargs[gate.hidden].shape[-2], **kwargs)))
+        return (kwargs[gate.hidden], kwargs.get("residual")) if gate.has_residual else kwargs[gate.hidden]
 
 
 def select(value: Any, tokens: Tensor, count: int) -> Any:
@@ -184,6 +249,7 @@ def add_gates(model: nn.Module, num_layers: int) -> StepContext:
     context = StepContext()
     for index, layer in enumerate(decoder_layers(model, num_layers)):
         layer.forward = Gate(layer, context, index)
+        context.gates.append(layer.forward)
     return context
 
 

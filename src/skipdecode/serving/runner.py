@@ -8,18 +8,19 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, has_compiled_submodule
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
-from ..model.adapter import check_base_files, read_adapter
+from ..model.adapter import BOTTLENECK_INTERVAL, check_base_files, read_adapter
 from .attention import subset_attention
 from .compile import CompiledLayers
-from .gate import add_gates, adds_residual, decoder_layers
+from .gate import UnlikeArguments, add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
+from .linear import pack
 from .patch import patch
 from .private import with_private_layers
 from .requests import speedup_of
@@ -31,6 +32,9 @@ Runner: Any = object
 logger = logging.getLogger(f"vllm.{__name__}")
 #: Tokens of the dry runs in which layers are compiled.
 TOKENS = 8
+#: Layers of a uniform step that are compiled together. A bottleneck stands before every fourth layer, so that groups of
+#: four are alike: few graphs serve all.
+GROUP = BOTTLENECK_INTERVAL
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
@@ -66,6 +70,9 @@ class SkipRunner(Runner):
             adapter = read_adapter(serving.adapter).to(self.device, self.model_config.dtype).requires_grad_(False)
         with with_private_layers(adapter, serving):
             super().load_model(*args, **kwargs)
+        if adapter is not None:
+            with set_current_vllm_config(self.vllm_config):
+                pack(adapter)
         last = decoder_layers(self.model, serving.num_layers)[-1]
         sums = adapter is None or adds_residual(last, self.vllm_config, self.device)
         self.skip_tables = DepthTables(serving.schedules, adapter)
@@ -106,21 +113,36 @@ class SkipRunner(Runner):
         return found
 
     def compile_layers(self) -> None:
-        """If vLLM compiles the model, compile the layers for steps that skip, in a dry run of each; else warn."""
-        layers = self.skip_context.layers
+        """If vLLM compiles the model, compile the layers for steps that skip, in dry runs of each; else warn.
+
+        Layers are compiled one by one, for steps of several kinds of tokens, and together, for uniform steps.
+        """
+        context = self.skip_context
+        layers = context.layers
         if layers is None:
             return
-        tokens = min(TOKENS, self.max_num_tokens)
         layers.compiles = True
         try:
-            for place in range(len(self.skip_tables.uniform)):
-                self.skip_step = self.skip_tables.uniform_step(place, tokens)
-                self.dry_run(tokens)
+            context.group_size = 1
+            self._dry_runs()
+            context.group_size = GROUP
+            self._dry_runs()
+        except UnlikeArguments:
+            context.group_size = 1
         except Exception as error:  # the compiler has many
-            self.skip_context.layers = self.skip_step = None
+            context.layers = None
+            context.group_size = 1
             logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
         layers.compiles = False
-        self.skip_context.reset_counters()
+        self.skip_step = None
+        context.reset_counters()
+
+    def _dry_runs(self) -> None:
+        """Run each layer set of uniform steps once."""
+        tokens = min(TOKENS, self.max_num_tokens)
+        for place in range(len(self.skip_tables.uniform)):
+            self.skip_step = self.skip_tables.uniform_step(place, tokens)
+            self.dry_run(tokens)
 
     def dry_run(self, tokens: int) -> None:
         """Run the model on ``tokens`` tokens of no text."""
