@@ -4,7 +4,8 @@
 #
 # Rows, from one start, with the same data, order, steps and tokens: all layers; SkipDecode with one model for each
 # target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
-# Each row's learning rate has the least validation loss of several after SHORT steps. The test set is read at the end.
+# Each row's learning rate has the least validation loss of several after SHORT steps; so has, for one more row of
+# SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
 # Sizes: STEPS, SHORT, BATCH, TEXTS. EXTRA: further options of every run, such as --bf16.
 set -euo pipefail
 shopt -s inherit_errexit
@@ -30,12 +31,19 @@ distill() { # texts are written once
     run distill "$1" "$2" "$3" "$4" "$out/full" --prompts "$data" --num-texts "${TEXTS:-2400}" "${@:5}" || return
     [ -f "$out/texts.jsonl" ] || cp "$out/$1/self_generated.jsonl" "$out/texts.jsonl"
 }
-best() { # train|distill NAME RATES OPTIONS…: prints the rate; 2 is the exit status of a loss that is not finite
+attempt() { # train|distill NAME RATE OPTIONS…: keeps the losses; 2 is the exit status of a loss that is not finite
+    "$1" "$2" "$short" "$3" "$short" "${@:4}" >&2 || [ $? = 2 ]
+    rm -rf "$out/$2"/{*.safetensors,checkpoint-*/{model,optimizer}.*}
+}
+best() { # train|distill NAME RATES OPTIONS…: prints the rate
     for rate in $3; do
-        "$1" "rates/$2@$rate" "$short" "$rate" "$short" "${@:4}" >&2 || [ $? = 2 ]
-        rm -rf "$out/rates/$2@$rate"/{*.safetensors,checkpoint-*/{model,optimizer}.*}
+        attempt "$1" "rates/$2@$rate" "$rate" "${@:4}"
     done
-    "$python" recipes/best_rate.py "$out/rates/$2"@*
+    "$python" recipes/best.py "$out/rates/$2"@*
+}
+form() { # DECAY-BOTTOM_LAYERS: prints the options
+    [ "${1%-*}" = constant ] && echo --bottom-layers "${1#*-}" && return
+    echo --decay "${1%-*}" --horizon "$horizon" --bottom-layers "${1#*-}"
 }
 row() { # train|distill NAME RATES OPTIONS…
     local rate
@@ -51,6 +59,14 @@ printf '%s\n' "task: $task" "max_eval_samples: 100" "save_steps: 25" "save_total
 rates="3e-5 1e-4 3e-4 1e-3 3e-3 1e-2"
 row train full "$rates" --speedups 1
 row train skipdecode "$rates" --speedups 1,2,3,4,5 "${falling[@]}"
+rate=$(best train skipdecode "$rates" --speedups 1,2,3,4,5 "${falling[@]}")
+for form in {linear,power,constant}-{1,5,8}; do
+    # shellcheck disable=SC2046 # options are words
+    attempt train "forms/skipdecode@$form" "$rate" --speedups 1,2,3,4,5 $(form "$form")
+done
+form=$("$python" recipes/best.py "$out/forms/skipdecode"@*)
+# shellcheck disable=SC2046
+row train skipdecode-form "$rates" --speedups 1,2,3,4,5 $(form "$form")
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
     train "skipdecode-${speedup}x" "$steps" "$rate" 0 --speedups "$speedup" "${falling[@]}"
@@ -60,4 +76,5 @@ row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
 row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
+    "SkipDecode, ${form%-*} depth, ${form#*-} bottom layers=$out/skipdecode-form" \
     "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"

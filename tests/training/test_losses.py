@@ -16,7 +16,15 @@ from skipdecode import Schedule, attach
 from skipdecode.data.collator import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.model.adapter import Adapter
-from skipdecode.training.losses import Distillation, DistillationModel, ExitLoss, Objective, token_loss
+from skipdecode.training.losses import (
+    POSITIONS,
+    Distillation,
+    DistillationModel,
+    ExitLoss,
+    KLDivergence,
+    Objective,
+    token_loss,
+)
 
 SKIPS = Schedule.for_speedup(2, LAYERS)
 FULL = Schedule.full(LAYERS)
@@ -145,6 +153,20 @@ def test_an_adapters_loss_is_the_divergence_from_the_model_itself(checkpoint: Pa
     with skipdecode.teacher_forced(model.model, SKIPS, batch["prompt_length"]), torch.no_grad():
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
         logits = model.model(**inputs).logits[:, batch["prompt_length"] :][counted]
-    expected = kl_div(logits.log_softmax(-1), teacher.target[counted].log(), log_target=True, reduction="batchmean")
+    target = teacher.logits[counted].log_softmax(-1)
+    expected = kl_div(logits.log_softmax(-1), target, log_target=True, reduction="batchmean")
     torch.testing.assert_close(model(teacher, SKIPS), expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(model(teacher, SKIPS, 100), expected * counted.sum() / 100, rtol=1e-4, atol=1e-6)
+
+
+def test_the_divergence_and_its_gradient_are_those_of_autograd() -> None:
+    """Over more positions than are compared at a time."""
+    logits = torch.randn(3, POSITIONS - 5, 11, requires_grad=True)
+    target, counted = torch.randn_like(logits), torch.rand(logits.shape[:2]) < 0.7
+    expected = kl_div(
+        logits[counted].log_softmax(-1), target[counted].log_softmax(-1), log_target=True, reduction="sum"
+    )
+    found: Any = KLDivergence.apply(logits, target, counted)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(value / 7, logits)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients)

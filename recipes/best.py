@@ -1,4 +1,4 @@
-"""The learning rate with the least validation loss, mean over the speeds: best_rate.py RUN@RATE RUN@RATE …"""
+"""The choice with the least validation loss, mean over the speeds: best.py RUN@CHOICE RUN@CHOICE …"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loss(run: Path) -> float:
 
 
 def main(runs: list[Path]) -> None:
-    """Print the rate of the best of RUNS, and the losses of all on standard error."""
+    """Print the choice of the best of RUNS, and the losses of all on standard error."""
     found = {run: loss(run) for run in runs}
     for run, value in found.items():
         typer.echo(f"{run.name}: {value:.4f}", err=True)
