@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--timing-rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
     args = vars(parser.parse_args())
     speedups = [float(part) for part in args.pop("speedups").split(",")]
     rows = args.pop("rows")

@@ -6,7 +6,8 @@
 # target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
 # Each row's learning rate has the least validation loss of several after SHORT steps; so has, for one more row of
 # SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
-# Sizes: STEPS, SHORT, BATCH, TEXTS. EXTRA: further options of every run, such as --bf16.
+# Sizes: STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation, such as
+# --bf16 and --dtype bfloat16.
 set -euo pipefail
 shopt -s inherit_errexit
 task=$1 data=$(realpath "$2") out=$(realpath -m "$3")
@@ -75,6 +76,7 @@ done
 row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
 row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
+    ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
     "SkipDecode, ${form%-*} depth, ${form#*-} bottom layers=$out/skipdecode-form" \
     "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
