@@ -288,7 +288,7 @@ def engine() -> None:
             f"{row['speedup']:g}x",
             f"{row['step_ms']:.1f} ms",
             ratio(row, "ratio"),
-            f"{100 * row['adapter_share']:.0f}%" if "adapter_share" in row else "",
+            f"{round(100 * row['adapter_share'])}%" if "adapter_share" in row else "",
         )
         for row in found["rows"]
     ]
