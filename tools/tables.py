@@ -267,16 +267,17 @@ def serving(*folders: str) -> None:
     lines = [
         (
             f"{row['model']}{', adapter' if row['adapter'] else ''}",
+            f"{table['about']['prompt_tokens']} + {table['about']['new_tokens']}",
             f"{row['engine']}x",
             ratio(row, "tokens_per_second_ratio"),
             ratio(row, "decode_step_ratio"),
             ratio(row, "step_layer_ratio"),
         )
-        for folder in folders
-        for row in read(f"serving/{folder}")["rows"]
+        for table in (read(f"serving/{folder}") for folder in folders)
+        for row in table["rows"]
         if row["engine"] != "stock"
     ]
-    show(("model", "speed", "tokens/s", "decode step", "fewer layers"), lines)
+    show(("model", "tokens", "speed", "tokens/s", "decode step", "fewer layers"), lines, words=2)
     print(f"{read(f'serving/{folders[0]}')['about']['machine']}.")
 
 
