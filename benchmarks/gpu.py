@@ -225,7 +225,7 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["generate", "graphs"])
-    parser.add_argument("--shapes", default="opt-1.3b,opt-6.7b,llama-3.1-8b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["opt-1.3b", "opt-6.7b", "llama-3.1-8b"])
     parser.add_argument("--batches", type=numbers(int), default=[1, 8, 32, 128])
     parser.add_argument("--contexts", type=numbers(int), default=[256, 2048])
     parser.add_argument("--speedups", type=numbers(float), default=[1.0, 1.5, 2.0, 3.0, 5.0])
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--output", default="gpu.jsonl")
     args = parser.parse_args()
     rows = Rows(args)
-    for shape in args.shapes.split(","):
+    for shape in args.shapes:
         {"generate": generate, "graphs": graphs}[args.what](args, shape, rows)
 
 
