@@ -6,7 +6,7 @@
 # target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
 # Each row's learning rate has the least validation loss of several after SHORT steps; so has, for one more row of
 # SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
-# Sizes: STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation, such as
+# Sizes: STEPS, LAST_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation, such as
 # --bf16 and --dtype bfloat16.
 set -euo pipefail
 shopt -s inherit_errexit
@@ -25,7 +25,7 @@ run() { # COMMAND NAME MAX_STEPS RATE EVAL_STEPS OPTIONS…
     "$skipdecode" "$1" "${@:6}" --output "$out/$2" --config "$out/$1.yaml" --max-steps "$3" --learning-rate "$4" \
         --eval-steps "$5" --batch-size "${BATCH:-8}" ${EXTRA:-} && touch "$out/$2/done"
 }
-train() { run train "$1" "$2" "$3" "$4" "$out/base" --data "$data" "${@:5}"; }
+train() { run train "$1" "$2" "$3" "$4" "${start:-$out/base}" --data "$data" "${@:5}"; }
 distill() { # texts are written once
     mkdir -p "$out/$1"
     [ ! -f "$out/texts.jsonl" ] || cp "$out/texts.jsonl" "$out/$1/self_generated.jsonl"
@@ -68,6 +68,10 @@ done
 form=$("$python" recipes/best.py "$out/forms/skipdecode"@*)
 # shellcheck disable=SC2046
 row train skipdecode-form "$rates" --speedups 1,2,3,4,5 $(form "$form")
+# And a last stage, longer, in this form: the full model's probabilities beside people's texts.
+# shellcheck disable=SC2046
+steps=${LAST_STEPS:-1500} start=$out/skipdecode-form row train skipdecode-distilled "1e-4 3e-4 1e-3" \
+    --teacher "$out/full" --distill-weight 0.5 --speedups 1,2,3,4,5 $(form "$form")
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
     train "skipdecode-${speedup}x" "$steps" "$rate" 0 --speedups "$speedup" "${falling[@]}"
@@ -79,4 +83,4 @@ row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
     ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
     "SkipDecode, ${form%-*} depth, ${form#*-} bottom layers=$out/skipdecode-form" \
-    "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
+    "SkipDecode, distilled=$out/skipdecode-distilled" "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
