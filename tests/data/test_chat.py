@@ -286,6 +286,12 @@ def test_a_message_that_the_template_drops_is_named(chat: Chat, match: str) -> N
         render(tokenizer, chat)
 
 
+def test_of_several_conversations_the_one_that_fails_is_named() -> None:
+    tokenizer = with_template(sentence_pieces(), USERS)
+    with pytest.raises(ModelError, match=r"^prompt 3: .*leaves out message 1"):
+        encode_prompts(tokenizer, ["the cat", ASKED, (Message("human", "t"), *ASKED), "a mat"])
+
+
 def test_a_template_may_move_the_system_message_and_trim() -> None:
     tokenizer = with_template(sentence_pieces(), SYSTEM_LAST)
     chat = (Message("system", "be brief"), Message("user", "  the cat \n"), Message("user", "the"))

@@ -18,7 +18,12 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
     An empty text becomes the begin-of-text token, if there is one. Conversations are rendered by the chat template,
     up to where the assistant's answer begins. Raises ModelError where :func:`skipdecode.data.chat.render` does.
     """
-    texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
+    texts = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            texts.append(prompt if isinstance(prompt, str) else render(tokenizer, prompt))
+        except ModelError as error:
+            raise ModelError(f"prompt {number}: {error}") from error
     return _encode(tokenizer, texts, prompts)
 
 
