@@ -66,11 +66,15 @@ for form in {linear,power,constant}-{1,5,8}; do
     attempt train "forms/skipdecode@$form" "$rate" --speedups 1,2,3,4,5 $(form "$form")
 done
 form=$("$python" recipes/best.py "$out/forms/skipdecode"@*)
-# shellcheck disable=SC2046
-row train skipdecode-form "$rates" --speedups 1,2,3,4,5 $(form "$form")
+chosen=skipdecode also=()
+if [ "$form" != linear-1 ]; then
+    chosen=skipdecode-form also=("SkipDecode, ${form%-*} depth, ${form#*-} bottom layers=$out/skipdecode-form")
+    # shellcheck disable=SC2046
+    row train "$chosen" "$rates" --speedups 1,2,3,4,5 $(form "$form")
+fi
 # And a last stage, longer, in this form: the full model's probabilities beside people's texts.
 # shellcheck disable=SC2046
-steps=${LAST_STEPS:-1500} start=$out/skipdecode-form row train skipdecode-distilled "1e-4 3e-4 1e-3" \
+steps=${LAST_STEPS:-1500} start=$out/$chosen row train skipdecode-distilled "1e-4 3e-4 1e-3" \
     --teacher "$out/full" --distill-weight 0.5 --speedups 1,2,3,4,5 $(form "$form")
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
@@ -82,5 +86,4 @@ row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
     ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
-    "SkipDecode, ${form%-*} depth, ${form#*-} bottom layers=$out/skipdecode-form" \
-    "SkipDecode, distilled=$out/skipdecode-distilled" "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
+    "${also[@]}" "SkipDecode, distilled=$out/skipdecode-distilled" "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
