@@ -7,7 +7,7 @@ measured again, so a run can be cut off. For a machine that is lent for minutes:
     python benchmarks/gpu.py generate --shapes llama-3.1-8b --seconds 300 --output $OUT/generate.jsonl
     python benchmarks/gpu.py graphs --shapes llama-3.1-8b --seconds 200 --output $OUT/graphs.jsonl
 
-transformers, and SkipDecode with its metadata, are needed: `pip install --no-deps --target DIR dist/*.whl`.
+transformers 5.19 or later, and SkipDecode with its metadata, are needed: `pip install --no-deps --target DIR *.whl`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -100,10 +100,14 @@ def generate(args: argparse.Namespace, shape: str, rows: Rows) -> None:
     """Steps and jobs of ``generate`` at each speed, batch size and context."""
     model, tokenizer = attach(build(shape)), Checkpoint.resolve("demo").tokenizer
     layers, limit = model.config.num_hidden_layers, bandwidth()
+    schedules = {speedup: Schedule.for_speedup(speedup, layers) for speedup in args.speedups}
 
     def job(prompts: list[list[int]], schedule: Schedule, new: int) -> Any:
         same: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-        return generate_ids(model, tokenizer, prompts, schedule, len(prompts), **same).stats
+        output = generate_ids(model, tokenizer, prompts, schedule, len(prompts), **same)
+        if len(output.lengths) > 1:
+            raise torch.OutOfMemoryError("generate splits this batch to fit in memory")
+        return output.stats
 
     def measure(prompts: list[list[int]], schedule: Schedule) -> dict[str, Any]:
         done = job(prompts, schedule, args.new)
@@ -111,39 +115,43 @@ def generate(args: argparse.Namespace, shape: str, rows: Rows) -> None:
         bound = 1e3 * bytes_of_step(model, schedule.max_depth, len(prompts), len(prompts[0])) / limit
         return {"step_ms": step, "job_s": done.seconds, "kv_bytes": done.peak_kv_bytes, "of_bandwidth": bound / step}
 
-    for context, batch in itertools.product(args.contexts, args.batches):
+    more: dict[Any, dict[str, Any]] = {}
+    for speed, schedule in schedules.items():  # of one short row: they do not depend on sizes
+        few, fewer = (launches(partial(job, [[3] * 8], schedule, new)) for new in (3, 2))
+        more[speed, "generate"] = {"launches": few - fewer}
+    for context, batch in rows.due(args, shape):
         prompts = torch.randint(3, 1000, (batch, context)).tolist()
-        schedules = {speedup: Schedule.for_speedup(speedup, layers) for speedup in args.speedups}
         ways = {(speed, "generate"): partial(measure, prompts, schedule) for speed, schedule in schedules.items()}
-        more: dict[Any, dict[str, Any]] = {}
-        for speed, schedule in schedules.items():
-            few, fewer = (launches(partial(job, prompts, schedule, new)) for new in (3, 2))
-            more[speed, "generate"] = {"launches": few - fewer}
         rows.alternate(ways, args, shape, batch, context, more)
 
 
 def graphs(args: argparse.Namespace, shape: str, rows: Rows) -> None:
     """A step of the lowest layers of each depth, with static buffers: called, and from a graph where there is CUDA."""
     model = build(shape)
-    total, stack = model.config.num_hidden_layers, list(decoder_of(model).layers)
+    stack = list(decoder_of(model).layers)
 
     def measure(run: Callable[[], object]) -> dict[str, Any]:
         return {"step_ms": statistics.median(milliseconds(run, 20 if CUDA else 3))}
 
-    for context, batch in itertools.product(args.contexts, args.batches):
-        ways: dict[tuple[float, str], Callable[[], dict[str, Any]]] = {}
-        for speedup in args.speedups:
-            depth = round(total / speedup)
-            decoder_of(model).layers = torch.nn.ModuleList(stack[:depth])
-            model.config.num_hidden_layers = depth
-            ways |= {(speedup, way): partial(measure, run) for way, run in step_of(model, batch, context).items()}
+    for context, batch in rows.due(args, shape):
+        model.config.num_hidden_layers = len(stack)
+        try:
+            cache = StaticCache(config=model.config, max_cache_len=context + 8)  # of all depths
+            ways: dict[tuple[float, str], Callable[[], dict[str, Any]]] = {}
+            for speedup in args.speedups:
+                layers = torch.nn.ModuleList(stack[: round(len(stack) / speedup)])
+                steps = step_of(model, layers, cache, batch, context)
+                ways |= {(speedup, way): partial(measure, run) for way, run in steps.items()}
+        except torch.OutOfMemoryError as error:
+            rows.skip(args, shape, batch, context, error)
+            continue
         rows.alternate(ways, args, shape, batch, context)
 
 
-def step_of(model: Any, batch: int, context: int) -> dict[str, Callable[[], object]]:
-    """A greedy step behind ``context`` positions: called as it is, and replayed."""
-    layers = decoder_of(model).layers
-    cache = StaticCache(config=model.config, max_cache_len=context + 8)
+def step_of(
+    model: Any, layers: torch.nn.ModuleList, cache: StaticCache, batch: int, context: int
+) -> dict[str, Callable[[], object]]:
+    """A greedy step of ``layers`` behind ``context`` positions: called as it is, and replayed."""
     ids = torch.randint(3, 1000, (batch, 1), device=DEVICE)
     place = torch.full((1,), context, device=DEVICE)
     mask = torch.zeros(batch, 1, 1, context + 8, dtype=torch.bfloat16, device=DEVICE)
@@ -152,7 +160,8 @@ def step_of(model: Any, batch: int, context: int) -> dict[str, Callable[[], obje
     @torch.no_grad()
     def step() -> None:
         decoder_of(model).layers = layers
-        for each in cache.layers:
+        model.config.num_hidden_layers = len(layers)  # Llama's loop reads it
+        for each in cache.layers[: len(layers)]:
             each.cumulative_length.fill_(context)  # the same place at each replay
         options = {"attention_mask": mask, "position_ids": place.expand(batch, 1), CACHE: cache}
         ids.copy_(model(ids, **options, use_cache=True).logits[:, -1:].argmax(-1))
@@ -176,7 +185,7 @@ class Rows:
         self.file = Path(args.output)
         self.until = time.monotonic() + args.seconds
         lines = self.file.read_text("utf-8").splitlines() if self.file.exists() else []
-        self.done = {json.dumps(json.loads(line)["key"]) for line in lines if "key" in line}
+        self.done = {json.dumps(row["key"]) for row in map(json.loads, lines) if "key" in row}
         if not lines:
             self.add({"machine": machine(), "torch": torch.__version__, "arguments": vars(args)})
 
@@ -187,6 +196,23 @@ class Rows:
         with self.file.open("a", encoding="utf-8") as out:
             out.write(line + "\n")
 
+    def due(self, args: argparse.Namespace, shape: str) -> Iterator[tuple[int, int]]:
+        """Contexts and batch sizes that the file has no row of, until the time is up."""
+        for context, batch in itertools.product(args.contexts, args.batches):
+            if time.monotonic() < self.until and json.dumps(self.key(args, shape, batch, context)) not in self.done:
+                yield context, batch
+
+    @staticmethod
+    def key(args: argparse.Namespace, shape: str, batch: int, context: int) -> dict[str, Any]:
+        """What tells a measurement from others."""
+        return {"what": args.what, "shape": shape, "batch": batch, "context": context}
+
+    def skip(self, args: argparse.Namespace, shape: str, batch: int, context: int, error: Exception) -> None:
+        """Write why there is no measurement, and free the memory of the attempt."""
+        self.add({"key": self.key(args, shape, batch, context), "rows": [], "error": str(error).partition("\n")[0]})
+        if CUDA:
+            torch.cuda.empty_cache()
+
     def alternate(
         self,
         ways: Mapping[tuple[float, str], Callable[[], dict[str, Any]]],
@@ -196,24 +222,32 @@ class Rows:
         context: int,
         more: Mapping[Any, dict[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Each way once for nothing, then in turn; medians over the rounds, with the ratio of the first way's step."""
-        key = {"what": args.what, "shape": shape, "batch": batch, "context": context}
-        if json.dumps(key) in self.done or time.monotonic() > self.until:
-            return
+        """Each way once for nothing, then in turn; medians over the rounds, with ratios of the first speed's step.
+
+        Once the time is up no further round begins, but for the first.
+        """
         taken: dict[Any, list[dict[str, Any]]] = {way: [] for way in ways}
-        for number, (way, run) in itertools.product(range(args.rounds + 1), ways.items()):
-            found = run()
-            if number:
-                taken[way].append(found)
+        try:
+            for number in range(args.rounds + 1):
+                if number > 1 and time.monotonic() > self.until:
+                    break
+                for way, run in ways.items():
+                    found = run()
+                    if number:
+                        taken[way].append(found)
+        except torch.OutOfMemoryError as error:
+            self.skip(args, shape, batch, context, error)
+            return
         rows = [
-            {"speedup": way[0], "way": way[1]}
+            {"speedup": way[0], "way": way[1], "rounds": len(each)}
             | {part: statistics.median(one[part] for one in each) for part in each[0]}
             | more.get(way, {})
             for way, each in taken.items()
         ]
         for row in rows:
-            row["ratio"] = rows[0]["step_ms"] / row["step_ms"]
-        self.add({"key": key, "rows": rows})
+            base = next(each for each in rows if each["way"] == row["way"])
+            row["ratio"] = base["step_ms"] / row["step_ms"]
+        self.add({"key": self.key(args, shape, batch, context), "rows": rows})
 
 
 def numbers(kind: type) -> Callable[[str], list[Any]]:
@@ -231,12 +265,13 @@ def main() -> None:
     parser.add_argument("--speedups", type=numbers(float), default=[1.0, 1.5, 2.0, 3.0, 5.0])
     parser.add_argument("--new", type=int, default=48, help="new tokens of a job")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=300, help="after which no further row is begun")
+    parser.add_argument("--seconds", type=float, default=300, help="after which no further row or round begins")
     parser.add_argument("--output", default="gpu.jsonl")
     args = parser.parse_args()
     rows = Rows(args)
     for shape in args.shapes:
-        {"generate": generate, "graphs": graphs}[args.what](args, shape, rows)
+        if any(rows.due(args, shape)):
+            {"generate": generate, "graphs": graphs}[args.what](args, shape, rows)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     },
     "tiny": _opt(8, 64, 2) | {"vocab_size": 4096},
+    "tiny-llama": {
+        "model_type": "llama",
+        "num_hidden_layers": 8,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 4096,
+    },
 }
 
 

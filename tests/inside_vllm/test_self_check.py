@@ -30,10 +30,10 @@ from skipdecode.serving.settings import GPU_WORKER, TESTED, serving_of
 Patch = pytest.MonkeyPatch
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def made(request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine with prefix caching and chunked prompts."""
-    with engine(enable_prefix_caching=True, max_num_batched_tokens=96) as made:
+    with engine(dtype=request.param, enable_prefix_caching=True, max_num_batched_tokens=96) as made:
         yield made
 
 

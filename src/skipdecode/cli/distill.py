@@ -30,7 +30,7 @@ def distill(
     batch_size: o.TrainBatchSize = None,
     learning_rate: o.LearningRate = None,
     save_steps: o.SaveSteps = None,
-    bf16: o.Bf16 = False,
+    bf16: o.Bf16 = None,
     seed: o.Seed = 0,
     config: o.Config = None,
     overwrite: o.Overwrite = False,

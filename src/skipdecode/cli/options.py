@@ -38,8 +38,8 @@ Seed = Annotated[int, Option(help="Random seed.")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help="Dtype of the weights.")]
 Device = Annotated[str | None, Option(help="cpu, cuda, …; default: a GPU if there is one.")]
 Quantization = Annotated[Literal["int8"] | None, Option(help="8-bit weights and activations, on CPUs.")]
-Engine = Annotated[Literal["transformers", "vllm"], Option(help="Library that generates; vllm on CPUs.")]
-Bf16 = Annotated[bool, Option("--bf16", help="Compute in bfloat16.")]
+Engine = Annotated[Literal["transformers", "vllm"], Option(help="Library that generates.")]
+Bf16 = Annotated[bool | None, Option("--bf16/--no-bf16", help="Compute in bfloat16; default: on GPUs that have it.")]
 
 # --- training, by transformers' names; None: the configuration's default
 MaxSteps = Annotated[int | None, Option(min=1, help="Optimizer steps, instead of epochs.")]

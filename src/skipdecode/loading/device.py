@@ -34,6 +34,11 @@ def multiplies_bfloat16() -> bool:
     return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
 
 
+def gpu_has_bfloat16() -> bool:
+    """Whether there is a CUDA GPU that multiplies bfloat16 in hardware."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def cpu_capabilities() -> dict[str, Any]:
     """Torch's dictionary of CPU features; empty for torch versions without it."""
     return getattr(torch.cpu, "get_capabilities", dict)()
@@ -43,7 +48,8 @@ def free_memory(device: str | torch.device) -> float:
     """Free bytes on a device; infinite if unknown."""
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, free again
+        return torch.cuda.mem_get_info(device)[0] + cached
     with suppress(ImportError):
         import psutil
 

@@ -94,7 +94,10 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
     original(self, vllm_config, *args, **kwargs)
     metrics.follow(self)
     if is_needed(vllm_config, serving):
-        from vllm.entrypoints.launchers.api_server import entry
+        try:
+            from vllm.entrypoints.launchers.api_server import entry
+        except ImportError as error:  # another release
+            raise UnsupportedModel(f"skipdecode: this vLLM's server cannot be checked: {error}") from error
 
         patch(entry, "init_app_state", check_server)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import ScheduleError, UnsupportedModel
 from ..model.adapter import read_sampling, read_schedules
 from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, untrained_warning
@@ -188,6 +190,10 @@ def prepare_config(vllm_config: Any, serving: Serving) -> None:
         if applies:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
     os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # else NaN logits become token 0, in silence
+    if model.dtype == torch.float32:
+        os.environ.setdefault(
+            "TRITON_F32_DEFAULT", "ieee"
+        )  # else Triton's attention multiplies with 10 bits' precision
     if serving.untrained:
         logger.warning("skipdecode: %s", serving.untrained)
     if worker == GPU_WORKER:

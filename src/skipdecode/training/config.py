@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from ..errors import FileError, UsageError
 from ..files import read_json, write
+from ..loading.device import gpu_has_bfloat16
 from ..schedule import ORDERS
 from .callback import Skipping
 
@@ -124,6 +125,7 @@ class RunConfig:
         values.setdefault("per_device_eval_batch_size", values["per_device_train_batch_size"])
         values.setdefault("eval_strategy", "steps" if values["eval_steps"] and self.max_eval_samples else "no")
         values.setdefault("use_cpu", not torch.accelerator.is_available())
+        values.setdefault("bf16", gpu_has_bfloat16() and not values["use_cpu"] and not values.get("fp16"))
         try:
             args = TrainingArguments(output_dir=self.output, **values)
         except (ValueError, TypeError, OSError, ImportError) as error:

@@ -230,6 +230,9 @@ def forecast(
     (batch,) = batches(rows * size, tokenizer, size, max_positions(model.config), args.device)
     for _ in range(2):  # the first is not counted
         stats = generate_ids(model, tokenizer, encode_prompts(tokenizer, ["The"]) * at_once, None, at_once, **few).stats
+    if config.attn_implementation is not None:
+        model.set_attn_implementation(config.attn_implementation)
+    for _ in range(2):
         start = time.perf_counter()
         teacher = distilled.teacher_output(batch)
         for schedule in schedules.values():
