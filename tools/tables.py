@@ -278,7 +278,9 @@ def serving(*folders: str) -> None:
         if row["engine"] != "stock"
     ]
     show(("model", "tokens", "speed", "tokens/s", "decode step", "fewer layers"), lines, words=2)
-    print(f"{read(f'serving/{folders[0]}')['about']['machine']}.")
+    tables = [read(f"serving/{folder}") for folder in folders]
+    notes = [f"{t['rows'][0]['model']}: {t['rows'][0]['rounds']} rounds; {t['about']['machine']}." for t in tables]
+    print(*dict.fromkeys(notes), sep="\n\n")
 
 
 def engine() -> None:
@@ -287,13 +289,14 @@ def engine() -> None:
     lines = [
         (
             f"{row['speedup']:g}x",
+            f"{1e3 * found['about']['slots'] / row['step_ms']:.0f}",
             f"{row['step_ms']:.1f} ms",
             ratio(row, "ratio"),
             f"{round(100 * row['adapter_share'])}%" if "adapter_share" in row else "",
         )
         for row in found["rows"]
     ]
-    show(("speed", "decode step", "speed-up", "adapter's share"), lines)
+    show(("speed", "tokens/s", "decode step", "speed-up", "adapter's share"), lines)
     print(f"{found['about']['machine']}; {found['about']['dtype'].removeprefix('torch.')}.")
 
 
@@ -303,10 +306,11 @@ def load(folder: str) -> None:
         (
             str(row["rate"]),
             " to ".join(name if name == "stock" else f"{name}x" for name in row["engine"].split("-")),
+            f"{row['output_throughput']:.0f}",
             f"{row['request_throughput']:.2f}",
             f"{row['median_ttft_ms']:.0f}",
             f"{row['median_tpot_ms']:.1f}",
         )
         for row in read(f"serving/{folder}")["rows"]
     ]
-    show(("arrivals", "server", "requests/s", "TTFT, ms", "TPOT, ms"), lines, words=2)
+    show(("arrivals", "server", "tokens/s", "requests/s", "TTFT, ms", "TPOT, ms"), lines, words=2)
