@@ -9,12 +9,16 @@ Each round asks stock and every speed once. Ratios are to stock in the same roun
 Without ``--rates``, as many requests as ``--slots`` start together, and the time per output token is a decode step.
 ``--load 1-5`` adds a server at 1x that gives new requests 5x under load. A later call adds rounds to the output.
 
-On a GPU each server gets its share of the memory, and is checked before it listens, at each speed and from graphs:
+On a GPU each server gets its share of the memory, and ours is checked before it listens, at each speed and from graphs:
 
-    python benchmarks/serving.py --shape llama-3.1-8b --speedups 1,1.5,2,3 --slots 128 --prompt-tokens 256
-        --vllm='--gpu-memory-utilization 0.45' --output $OUT/serving
+    python benchmarks/serving.py smollm2 --adapter results/smollm2/adapter --speedups 1,1.5,2 --slots 128 --rounds 4 \\
+        --vllm='--gpu-memory-utilization 0.4' --seconds 300 --output $OUT/serving
+    python benchmarks/serving.py --shape llama-3.1-8b --speedups 1,1.5,2,3 --prompt-tokens 256 --rounds 4 \\
+        --vllm='--gpu-memory-utilization 0.45' --seconds 300 --output $OUT/serving-8b
 
-A machine without a network gets vLLM and its needs as wheels: `split -b 60M vllm-*.whl`, and `cat` there.
+The second writes 16 GB of random weights into runs/ and loads them three times, for the check on the CPU. A machine
+without a network gets vLLM as wheels, of the release that its torch is for, in pieces: `pip download vllm==0.32.0`,
+`split -b 60M`, and `cat` there. With torch that is some gigabytes, a hundred pieces: too many for minutes.
 """
 
 from __future__ import annotations
@@ -140,8 +144,11 @@ def measure(given: argparse.Namespace, model: str, layers: dict[str, float]) -> 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; stock vLLM would take nearly all of a CPU's memory
     file = given.output / "rounds.jsonl"
     rates = given.rates.split(",")
+    until = time.monotonic() + given.seconds
     with _servers(commands, given.output) as servers:
         for number in range(given.rounds):
+            if number and time.monotonic() > until:
+                break
             for rate in rates:
                 for kind, engine, name in asked:
                     if not number and rate == rates[0]:  # warms up
@@ -204,6 +211,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further round begins")
     parser.add_argument("--vllm", default="", help="further options of both servers")
     parser.add_argument("--output", type=Path, default=Path("runs/serving"))
     given = parser.parse_args()
@@ -211,7 +219,7 @@ def main() -> None:
     from skipdecode.loading.load import Checkpoint
     from skipdecode.schedule import choose_schedule
 
-    path = write_checkpoint(given.shape, given.output / given.shape) if given.shape else given.model
+    path = write_checkpoint(given.shape, Path("runs") / given.shape) if given.shape else given.model
     checkpoint = Checkpoint.resolve(str(path), given.adapter)
     given.name = given.shape or Path(given.model).name
     layers = {}

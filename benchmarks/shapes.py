@@ -59,7 +59,8 @@ def write_checkpoint(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat
     """Write random weights and the demo model's tokenizer into ``folder``, unless they are there."""
     if not (folder / "model.safetensors").exists():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
         model.save_pretrained(folder, max_shard_size="100GB")
         Checkpoint.resolve("demo").tokenizer.save_pretrained(folder)
     return folder

@@ -58,3 +58,12 @@ def test_peak_memory_is_that_of_a_gpu_since_the_call() -> None:
 def test_a_machine_is_named_with_its_versions() -> None:
     assert f"torch {torch.__version__}" in machine("cpu")
     assert "threads" in machine("cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_that_torch_keeps_is_free() -> None:
+    before = device.free_memory("cuda")
+    kept = torch.empty(10**8, device="cuda")
+    assert device.free_memory("cuda") < before
+    del kept
+    assert device.free_memory("cuda") == pytest.approx(before, rel=0.01)

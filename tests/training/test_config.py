@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
+from skipdecode.training import config
 from skipdecode.training.config import DistillConfig, RunConfig, TrainConfig, claim_output
 
 
@@ -39,6 +40,19 @@ def test_train_and_distill_have_defaults_of_their_own() -> None:
     assert (args.adam_beta2, args.max_grad_norm, args.eval_strategy) == (0.98, 3.0, "no")
     args = DistillConfig.create(model="demo").arguments()
     assert (args.per_device_train_batch_size, args.learning_rate) == (8, 1.5e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "bf16"),
+    [({}, True), ({"bf16": False}, False), ({"fp16": True}, False), ({"use_cpu": True}, False)],
+    ids=str,
+)
+def test_a_gpu_computes_in_bfloat16_unless_told_otherwise(
+    options: dict[str, Any], bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "gpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    assert TrainConfig.create(model="demo", **{"use_cpu": False} | options).arguments().bf16 == bf16
 
 
 @pytest.mark.parametrize(
