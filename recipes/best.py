@@ -1,4 +1,4 @@
-"""The choice with the least validation loss, mean over the speeds: best.py RUN@CHOICE RUN@CHOICE …"""
+"""The choice with the least validation loss at its highest speed, the hardest: best.py RUN@CHOICE RUN@CHOICE …"""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import typer
 
 
 def loss(run: Path) -> float:
-    """Validation loss at the end of a run; infinite if the run did not get there."""
+    """Validation loss of the highest speed at the end of a run; infinite if the run did not get there."""
     for state in run.glob("checkpoint-*/trainer_state.json"):
-        for row in reversed(json.loads(state.read_text("utf-8"))["log_history"]):
-            if losses := [value for name, value in row.items() if re.fullmatch(r"eval_[\d.]+x_loss", name)]:
-                return sum(losses) / len(losses)
+        losses: dict[float, float] = {}
+        for row in json.loads(state.read_text("utf-8"))["log_history"]:
+            losses |= {float(name[5:-6]): row[name] for name in row if re.fullmatch(r"eval_[\d.]+x_loss", name)}
+        if losses:
+            return losses[max(losses)]
     return math.inf
 
 

@@ -4,10 +4,10 @@
 #
 # Rows, from one start, with the same data, order, steps and tokens: all layers; SkipDecode with one model for each
 # target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
-# Each row's learning rate has the least validation loss of several after SHORT steps; so has, for one more row of
+# Each row's learning rate has the least validation loss of several after SHORT steps, at the highest speed. So has, for
 # SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
-# Sizes: STEPS, LAST_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation, such as
-# --bf16 and --dtype bfloat16.
+# Sizes: STEPS, LAST_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation,
+# such as --bf16 and --dtype bfloat16.
 set -euo pipefail
 shopt -s inherit_errexit
 task=$1 data=$(realpath "$2") out=$(realpath -m "$3")

@@ -254,6 +254,18 @@ def paper(folder: str) -> None:
     print("In brackets: 95% interval of the difference from the full model. Layers: of a batch's step.")
 
 
+def forms(folder: str) -> None:
+    """Print validation losses of each speed, for each form of schedules that was tried."""
+    found: dict[str, dict[str, float]] = {}
+    for file in sorted((RESULTS / folder).glob("*@*/checkpoint-*/trainer_state.json")):
+        losses = found.setdefault(file.parts[-3].partition("@")[2], {})
+        for row in json.loads(file.read_text(encoding="utf-8"))["log_history"]:
+            losses |= {name[5:-5]: row[name] for name in row if name.startswith("eval_") and name.endswith("x_loss")}
+    speeds = list(next(iter(found.values())))
+    lines = [(*form.split("-"), *(f"{losses[name]:.2f}" for name in speeds)) for form, losses in found.items()]
+    show(("depth", "bottom layers", *speeds), lines)
+
+
 def card() -> None:
     """Print the model card's table."""
     task_speeds("e2e", None)
