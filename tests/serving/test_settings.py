@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -146,7 +147,7 @@ def vllm_config(**changes: Any) -> Any:
     """A config as vLLM's, as far as the plugin asks; changes by ``part__field``."""
     parallel = ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
     made = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=config(), is_moe=False, uses_mrope=False),
+        model_config=SimpleNamespace(hf_config=config(), is_moe=False, dtype=torch.float32, uses_mrope=False),
         parallel_config=SimpleNamespace(
             worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
             prefill_context_parallel_size=1,

