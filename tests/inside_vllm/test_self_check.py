@@ -90,6 +90,12 @@ def test_quantized_weights_are_not_checked_and_that_is_told() -> None:
     assert "not checked" in said[0]
 
 
+@pytest.mark.parametrize("options", [{"max_logprobs": 2}, {"logprobs_mode": "raw_logits"}], ids=str)
+def test_options_that_hide_what_is_compared_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="needs --max-logprobs"), engine(skipdecode={"check": True}, **options):
+        pass
+
+
 def other_layer(made: Any, patch: Patch) -> None:
     """Fast steps run another layer than the schedule's."""
     tables = runner(made).skip_tables

@@ -190,10 +190,8 @@ def prepare_config(vllm_config: Any, serving: Serving) -> None:
         if applies:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
     os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # else NaN logits become token 0, in silence
-    if model.dtype == torch.float32:
-        os.environ.setdefault(
-            "TRITON_F32_DEFAULT", "ieee"
-        )  # else Triton's attention multiplies with 10 bits' precision
+    if model.dtype == torch.float32:  # else Triton's attention would multiply with 10 bits' precision
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if serving.untrained:
         logger.warning("skipdecode: %s", serving.untrained)
     if worker == GPU_WORKER:
