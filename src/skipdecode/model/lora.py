@@ -27,7 +27,7 @@ class LoRA(nn.Module):
         """Change of the output, (…, outputs), for inputs (…, inputs), in their dtype."""
         if self.lora_A.device != x.device:  # layers may be on several devices
             self.to(x.device)
-        return (x.to(self.lora_A.dtype) @ self.lora_A.T @ self.lora_B.T).to(x.dtype)
+        return x @ self.lora_A.to(x.dtype).T @ self.lora_B.to(x.dtype).T
 
     @torch.no_grad()
     def merged(self, module: nn.Module) -> nn.Module:
