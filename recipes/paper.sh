@@ -22,8 +22,10 @@ falling=(--decay linear --bottom-layers 1 --horizon "$horizon") # the paper's fo
 
 run() { # COMMAND NAME MAX_STEPS RATE EVAL_STEPS OPTIONS…
     [ ! -f "$out/$2/done" ] || return 0
-    "$skipdecode" "$1" "${@:6}" --output "$out/$2" --config "$out/$1.yaml" --max-steps "$3" --learning-rate "$4" \
-        --eval-steps "$5" --batch-size "${BATCH:-8}" ${EXTRA:-} && touch "$out/$2/done"
+    mkdir -p "$out/$2"
+    { cat "$out/$1.yaml" && echo "eval_steps: $5"; } > "$out/$2/options.yaml" # distill has no option for it
+    "$skipdecode" "$1" "${@:6}" --output "$out/$2" --config "$out/$2/options.yaml" --max-steps "$3" --learning-rate "$4" \
+        --batch-size "${BATCH:-8}" ${EXTRA:-} && touch "$out/$2/done"
 }
 train() { run train "$1" "$2" "$3" "$4" "${start:-$out/base}" --data "$data" "${@:5}"; }
 distill() { # texts are written once

@@ -226,6 +226,18 @@ def test_a_speed_is_added_to_an_adapter(trained: Path, prompts: Path, tmp_path: 
     assert kept[f"bypasses.{new}.up"].count_nonzero()
 
 
+def test_a_speed_of_weight_0_stays_as_it_is(trained: Path, prompts: Path, tmp_path: Path) -> None:
+    """Nothing that acts in it learns, and layers that it runs get no LoRA; the other speed learns."""
+    start, before = read_adapter(trained), read_schedules(trained)
+    distill(trained, prompts, tmp_path / "more", speedups="1.6,2,4", speedup_weights="1,0,0", lora_rank=2)
+    more = read_adapter(tmp_path / "more")
+    assert all(torch.equal(more.state_dict()[name], weight) for name, weight in start.state_dict().items())
+    assert more.loras
+    for schedule in before.values():
+        assert not any(more.loras_at(layers) for layers in schedule.step_layer_sets)
+    assert all(lora.lora_B.count_nonzero() for lora in more.loras.values())
+
+
 def test_lora_is_learned_on_top_of_an_adapter(trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """It begins where the adapter is, learns, and runs merged, so that a text needs no more modules."""
     start = read_adapter(trained).state_dict()

@@ -24,7 +24,7 @@ from ..files import read_json, write
 from ..schedule import Schedule, SkippedSpan, skipped_spans
 from .config import parse_schedules, speedup_key
 from .inspect import decoder_layers
-from .lora import LoRA, linear_modules
+from .lora import LoRA, layer_of, linear_modules
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Adapter(nn.Module):
         self.bypasses = nn.ModuleDict({str(span): LowRankBypass(size, self.rank) for span in sorted(spans)})
         self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(corrected)})
         self._acts_before = corrected.union(span.start for span in spans)
-        chosen = {name: sizes for name, sizes in (linears or {}).items() if _layer(name) in above and lora_rank}
+        chosen = {name: sizes for name, sizes in (linears or {}).items() if layer_of(name) in above and lora_rank}
         self.lora_rank = lora_rank
         self.loras = {name: LoRA(*sizes, lora_rank) for name, sizes in sorted(chosen.items())}
         self.lora = nn.ModuleDict({name.replace(".", "/"): lora for name, lora in self.loras.items()})
@@ -196,20 +196,17 @@ class Adapter(nn.Module):
         modules = {layer: self._module(layer, layers) for layer in range(self.num_layers)}
         return {layer: module for layer, module in modules.items() if module is not None}
 
+    def loras_at(self, layers: Sequence[int]) -> dict[str, LoRA]:
+        """LoRA that acts at a position that runs ``layers``, by the name of the linear module; none if all run."""
+        acting = layers if len(layers) < self.num_layers else ()
+        return {name: lora for name, lora in self.loras.items() if layer_of(name) in acting}
+
     def flops(self, layers: Sequence[int]) -> int:
         """FLOPs at one position that runs ``layers``, which are in network order."""
         matrices = [weight for module in self.changes(layers).values() for weight in (module.down, module.up)]
-        if len(layers) < self.num_layers:
-            unmerged = (
-                each for name, each in self.loras.items() if _layer(name) in layers and name not in self.private
-            )
-            matrices += [weight for lora in unmerged for weight in lora.parameters()]
+        unmerged = (lora for name, lora in self.loras_at(layers).items() if name not in self.private)
+        matrices += [weight for lora in unmerged for weight in lora.parameters()]
         return sum(2 * weight.numel() for weight in matrices)
-
-
-def _layer(name: str) -> int:
-    """Index of the layer of a linear module."""
-    return int(name.partition(".")[0])
 
 
 # --- the folder

@@ -50,6 +50,11 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in named if is_linear(module)}
 
 
+def layer_of(name: str) -> int:
+    """Index of the layer of a linear module, from its name."""
+    return int(name.partition(".")[0])
+
+
 def linear_sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of all linear modules of decoder layers, by name."""
     sizes = {}

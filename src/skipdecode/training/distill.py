@@ -30,7 +30,7 @@ from ..model.adapter import TEXTS, Adapter, read_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import bind
 from ..model.inspect import text_config
-from ..model.lora import linear_sizes
+from ..model.lora import layer_of, linear_sizes
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 from . import prompts
@@ -68,6 +68,8 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
     checkpoint = Checkpoint.resolve(config.model, config.adapter)
     base = replace(checkpoint, adapter=None)
     schedules = choose_schedules(config, checkpoint)
+    weights = config.speedup_weights or [1.0] * len(schedules)
+    fixed = [speedup for speedup, weight in zip(schedules, weights, strict=True) if not weight]
     args = config.arguments()
     where: dict[str, Any] = {"dtype": "bfloat16" if args.bf16 else "float32", "device": str(args.device)}
     args.bf16 = False  # the frozen model is in bfloat16 itself, and the adapter learns in float32
@@ -76,7 +78,7 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
     if not (folder / TEXTS).exists():
         if args.world_size > 1:
             raise UsageError("one process writes the texts: run this once without accelerate, until training begins")
-        say(forecast(config, base, args, where, schedules))
+        say(forecast(config, base, args, where, {k: each for k, each in schedules.items() if k not in fixed}))
         gc.collect()  # gates and layers refer to each other: two models would be in memory
         texts.save_texts(folder / TEXTS, write_texts(config, base, args, where, say))
         for raw in folder.glob("self_generated.*.raw.jsonl"):
@@ -88,7 +90,7 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -
     tokenizer = base.tokenizer
     torch.manual_seed(args.seed)
     fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
-    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted, config.lora_rank)
+    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted, config.lora_rank, fixed)
     measured = {"held-out texts": prefill(model, tokenizer, held_out)}
     if config.eval_prompts:
         measured[config.eval_prompts] = prefill(model, tokenizer, answers(model, tokenizer, config))
@@ -141,20 +143,28 @@ def make_model(
     begin_with: Path | None,
     fitted: Sequence[PrefilledBatch],
     lora_rank: int = 0,
+    fixed: Sequence[float] = (),
 ) -> DistillationModel:
-    """Model to train, whose adapter has the weights of ``begin_with``; bypasses that it lacks are fitted to texts."""
+    """Model to train, whose adapter has the weights of ``begin_with``; bypasses that it lacks are fitted to texts.
+
+    Speeds that are ``fixed`` stay as they are, so the layers that they run get no LoRA that they had not.
+    """
     start = None if begin_with is None else read_adapter(begin_with)
     bound = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
     if start:
         rank, lora_rank = start.rank, start.lora_rank or lora_rank
-    adapter = Adapter(text_config(model.config).hidden_size, rank, bound, linear_sizes(model), lora_rank)
+    kept = [bound[speedup] for speedup in fixed]
+    run = {layer for schedule in kept for layers in schedule.step_layer_sets for layer in layers}
+    had = start.loras if start else {}
+    linears = {name: each for name, each in linear_sizes(model).items() if name in had or layer_of(name) not in run}
+    adapter = Adapter(text_config(model.config).hidden_size, rank, bound, linears, lora_rank)
     attach(model.requires_grad_(False), adapter=adapter)
     if start:
         weights, own = start.state_dict(), adapter.state_dict()  # maybe of other speed-ups, or without LoRA
         adapter.load_state_dict({name: weights.get(name, own[name]) for name in own})
     if fitted:
         fit_bypasses(adapter, fitted, known=[*start.bypasses] if start else [])
-    return DistillationModel(model, adapter)
+    return DistillationModel(model, adapter, kept)
 
 
 def prefill(

@@ -1,6 +1,6 @@
 """Losses of training: cross-entropy, distillation from all layers, all exits, and the divergence of adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -131,13 +131,17 @@ class DistillationModel(nn.Module):
     Args:
         model: the frozen causal LM, with gates and ``adapter`` attached.
         adapter: its matrices learn. Biases stay as they are, since the optimizer Muon takes matrices alone.
+        fixed: schedules whose output stays as it is: nothing that acts in them learns.
     """
 
-    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+    def __init__(self, model: nn.Module, adapter: Adapter, fixed: Iterable[Schedule] = ()) -> None:
         super().__init__()
         self.adapter = adapter
         for weight in adapter.parameters():
             weight.requires_grad_(weight.ndim == 2)
+        for layers in (layers for schedule in fixed for layers in schedule.step_layer_sets):
+            for module in (*adapter.changes(layers).values(), *adapter.loras_at(layers).values()):
+                module.requires_grad_(False)
         self.config = model.config  # the Trainer reads it
         self._model = (model.eval().requires_grad_(False),)  # in a tuple: no submodule
 
