@@ -121,6 +121,21 @@ def tokens(folder: str = "gpu_distill") -> None:
     print(f"{read(folder)['machine']}.")
 
 
+def lora() -> None:
+    """Print the losses of three speeds that learned LoRA together, and of one that learned alone, by tokens."""
+    found = json.loads((RESULTS / "lora.json").read_text(encoding="utf-8"))
+    names = ("1.25x", "1.5x", "2x")
+    lines = []
+    for way in ("together", "1.25x alone"):
+        run = found[way]
+        before, now = ({name: row[f"held-out {name}"][0] for name in names} for row in run["divergence"])
+        count = run["losses"][-1]["text_tokens"]
+        for tokens, row in ((0, before), (count, now)):
+            lines.append((way, f"{tokens / 1e6:.2f}", *(f"{row[name]:.3f}" for name in names)))
+    show(("learned", "million tokens", *names), lines)
+    print(f"{found['about']['machine']}.")
+
+
 #: Labels of a task's rows by the folder of their checkpoint. Other rows are the full model's.
 TASK_ROWS = {"adapter": "adapter", "before": "adapter of the first table's CPU run", "pruned-3": "ten layers alone"}
 
