@@ -125,13 +125,12 @@ def lora() -> None:
     """Print the losses of three speeds that learned LoRA together, and of one that learned alone, by tokens."""
     found = json.loads((RESULTS / "lora.json").read_text(encoding="utf-8"))
     names = ("1.25x", "1.5x", "2x")
+    runs = {"nothing": found["together"]["divergence"][0]}
+    runs |= {way: found[way]["divergence"][1] for way in ("together", "1.25x alone")}
     lines = []
-    for way in ("together", "1.25x alone"):
-        run = found[way]
-        before, now = ({name: row[f"held-out {name}"][0] for name in names} for row in run["divergence"])
-        count = run["losses"][-1]["text_tokens"]
-        for tokens, row in ((0, before), (count, now)):
-            lines.append((way, f"{tokens / 1e6:.2f}", *(f"{row[name]:.3f}" for name in names)))
+    for way, row in runs.items():
+        count = found[way]["losses"][-1]["text_tokens"] if way in found else 0
+        lines.append((way, f"{count / 1e6:.2f}", *(f"{row[f'held-out {name}'][0]:.3f}" for name in names)))
     show(("learned", "million tokens", *names), lines)
     print(f"{found['about']['machine']}.")
 
