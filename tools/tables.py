@@ -122,7 +122,7 @@ def tokens(folder: str = "gpu_distill") -> None:
 
 
 def lora() -> None:
-    """Print the losses of three speeds that learned LoRA together, and of one that learned alone, by tokens."""
+    """Print KL of three speeds after they learned LoRA together, and after one learned it alone."""
     found = json.loads((RESULTS / "lora.json").read_text(encoding="utf-8"))
     names = ("1.25x", "1.5x", "2x")
     runs = {"nothing": found["together"]["divergence"][0]}

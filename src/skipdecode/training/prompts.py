@@ -64,9 +64,8 @@ def conversations(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
     """Conversations up to the model's answer, all of whose messages a chat model writes itself.
 
     Of ``count``, some begin with a system message, if the chat template takes one; some go on for two or three turns.
-    Half of these ask about a document in one message: the document is the answer before. Messages that are empty, loop,
-    do not end, or begin like another are left out. Raises DataError if none is left, ModelError if the template does
-    not show where a user's message ends.
+    Messages that are empty, loop, do not end, or begin like another are left out. Raises DataError if none is left,
+    ModelError if the template does not show where a user's message ends.
     """
     around_message(checkpoint.tokenizer)
     begun: list[Chat] = [()] * (count - count // SYSTEM)
@@ -81,19 +80,11 @@ def conversations(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
             if answer and answer.finish_reason != "length" and answer.text.strip():
                 begun.append((*chat, Message("assistant", answer.text.strip())))
         turn = next_messages(checkpoint, begun, write, say, str(number))
-        found += [with_document(chat) if place % 2 else chat for place, chat in enumerate(turn)]
+        found += turn
     if not found:
         raise DataError("the model writes no user message that ends: give --prompts FILE")
     say(f"{len(found):,} different conversations, {sum(len(chat) > 1 for chat in found):,} of more than one message")
     return found
-
-
-def with_document(chat: Chat) -> Chat:
-    """Conversation whose last message holds the answer before it, as a document to work on, if there is an answer."""
-    if len(chat) < 3:
-        return chat
-    *before, _, answer, message = chat
-    return (*before, Message("user", f"{message.content}\n\n{answer.content}"))
 
 
 def next_messages(
