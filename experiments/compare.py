@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from calm import CalmVariant
 from depth_rules import RULES
-from skipdecode.evaluation.early_exit import METHODS
-from skipdecode.evaluation.evaluate import EvaluateConfig, Variant, evaluate
+from skipdecode.evaluation.evaluate import METHODS, EvaluateConfig, Variant, evaluate
 from skipdecode.loading.load import Checkpoint
 from skipdecode.schedule import choose_schedule
 
 LABELS = METHODS | {"unified": "Unified Layer Skipping", "d3": "D3", "hsd": "HSD"}
-LABELS |= {"static": "static pruning", "scratch": "small model from scratch"}
+LABELS |= {"calm": "CALM", "static": "static pruning", "scratch": "small model from scratch"}
 
 
 def variants(full: Checkpoint, rows: list[str], speedups: list[float], steps: int = 64) -> list[Variant]:
@@ -36,7 +36,8 @@ def variants(full: Checkpoint, rows: list[str], speedups: list[float], steps: in
             else:
                 schedule = RULES[name](full.num_layers, speedup, steps)
             label = LABELS.get(name, name) + ("" if path else ", untrained")
-            found.append(Variant(f"{name}-{speedup:g}x", checkpoint, name, speedup, schedule, label))
+            kind = CalmVariant if name == "calm" else Variant
+            found.append(kind(f"{name}-{speedup:g}x", checkpoint, name, speedup, schedule, label))
     return found
 
 

@@ -16,7 +16,7 @@ import skipdecode
 from depth_rules import RULES
 from helpers import tiny
 from helpers.families import FAMILIES, build
-from helpers.tiny import EXAMPLES, write_examples
+from helpers.tiny import EXAMPLES
 from pruned import prune, small_model
 from search import drop_layers
 from skipdecode import Schedule
@@ -92,15 +92,20 @@ def test_checkpoints_are_prepared_and_compared(checkpoint: Path, tmp_path: Path)
     run("prepare.py", "static", checkpoint, tmp_path / "static-4", "--speedups", 4)
     assert len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "static-4"))) == 2
     rows = [f"hsd={tmp_path / 'hsd'}", f"static={tmp_path}/static-{{speedup}}", "d3", "calm"]
-    data = write_examples(tmp_path / "data.jsonl", EXAMPLES[:4])
+    data = tmp_path / "prompts.txt"
+    data.write_text("".join(f"{example.prompt}\n" for example in EXAMPLES[:4]))
     options = ("--data", data, "--speedups", 4, "--max-new-tokens", 8, "--timing-rounds", 1)
     run("compare.py", checkpoint, *rows, *options, "--output", tmp_path / "table")
     saved = json.loads((tmp_path / "table" / "table.json").read_text())["rows"]
     assert [row["method"] for row in saved] == ["full", "hsd", "static", "d3", "calm"]
-    hsd, static = saved[1:3]
+    hsd, static, _, calm = saved[1:]
     assert hsd["schedule"] == Checkpoint.resolve(tmp_path / "hsd").schedules[4.0].to_dict()
     assert static["prompt_layers"] == 2
     assert static["step_layer_ratio"] == static["job_layer_ratio"] == 4
+    assert calm["token_layer_ratio"] >= calm["step_layer_ratio"]
+    assert calm["threshold_horizon"] == saved[0]["longest_steps"]
+    # One pass over a text does not do what CALM does.
+    assert ["kl" in row for row in saved] == [row is not calm for row in saved]
 
 
 def test_a_searched_schedule_is_written(checkpoint: Path, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_one_row_per_method_and_speed(checkpoint: Path, tmp_path: Path) -> None:
     full = skipdecode.generate(model, tokenizer, prompts, speedup=1, max_new_tokens=8, do_sample=False)
     inputs = [{"prompt": p, "response": f"{c.text} {p}"} for p, c in zip(prompts, full.completions, strict=True)]
     data = write_jsonl(tmp_path / "data.jsonl", inputs)
-    methods = ("skipdecode", "multi_exit", "calm")
+    methods = ("skipdecode", "multi_exit")
     rows = evaluated(checkpoint, data, tmp_path / "out", "--speedups", "1,4", "--methods", ",".join(methods))
     assert [(row["method"], row["target"]) for row in rows] == [("full", 1), *((name, 4) for name in methods)]
     full_row, *others = rows
@@ -92,11 +92,8 @@ def test_one_row_per_method_and_speed(checkpoint: Path, tmp_path: Path) -> None:
         per_token = row["full_job_seconds_per_1k_tokens"] / row["job_seconds_per_1k_tokens"]
         assert row["job_clock_ratio"] == pytest.approx(per_token, rel=1e-2)
         assert row["step_clock_ratio"] == pytest.approx(row["full_step_ms"] / row["step_ms"], rel=2e-2)
-    for row in others[:2]:
         assert row["step_layers"] == 2
         assert row["timed_step_layer_ratio"] == 4
-    assert others[2]["token_layer_ratio"] >= others[2]["step_layer_ratio"]
-    assert others[2]["threshold_horizon"] == full_row["longest_steps"]
     assert any(row["bleu_interval"][0] < row["bleu_difference"] < 0 for row in others)
 
 
@@ -225,16 +222,16 @@ def test_speeds_that_nobody_named_are_the_trained_ones_or_fit_the_model(
 
 
 def test_labels_say_what_was_trained(tmp_path: Path) -> None:
-    """CALM exits where multi-layer exit was trained to, which runs the bottom layers; SkipDecode runs the top ones."""
+    """Multi-layer exit runs the bottom layers; SkipDecode runs the top ones."""
     schedules = {4.0: Schedule(8, 2, 2, 1, decay="constant", order="bottom")}
     exits = trained_copy(tmp_path / "exits", schedules, "multi_exit")
-    config = EvaluateConfig(str(exits), methods=("multi_exit", "calm", "skipdecode"), speedups=(2, 4))
+    config = EvaluateConfig(str(exits), methods=("multi_exit", "skipdecode"), speedups=(2, 4))
     assert [label for _, label in named(config).values()] == [
-        "full model", "multi-layer exit, untrained", "multi-layer exit", "CALM", "CALM", "SkipDecode, untrained",
+        "full model", "multi-layer exit, untrained", "multi-layer exit", "SkipDecode, untrained",
         "SkipDecode, untrained",
     ]  # fmt: skip
     ran = [each.schedule and each.schedule.layers(each.schedule.min_depth) for each in list_variants(config)]
-    assert ran == [None, (0, 1, 2, 3), (0, 1), None, None, (0, 5, 6, 7), (0, 7)]
+    assert ran == [None, (0, 1, 2, 3), (0, 1), (0, 5, 6, 7), (0, 7)]
     assert list(named(EvaluateConfig(str(exits)))) == ["full-1x", "multi_exit-4x"]
     untrained = save_checkpoint(tmp_path / "untrained")
     (_, four) = list_variants(EvaluateConfig(str(untrained), methods=("multi_exit", "multi_exit"), speedups=(1, 4, 4)))

@@ -19,7 +19,7 @@ def evaluate(
     task: o.Task = "jsonl",
     adapter: o.Adapter = None,
     speedups: o.Speedups = None,
-    methods: Annotated[str | None, Option(help="skipdecode, multi_exit, calm; default: the trained one.")] = None,
+    methods: Annotated[str | None, Option(help="skipdecode, multi_exit; default: the trained one.")] = None,
     reference: Annotated[str | None, Option(help="Another full model to compare with.")] = None,
     output: Annotated[Path, Option(help="Folder for the table and finished rows.")] = Path("evaluation"),
     limit: o.Limit = None,

@@ -1,15 +1,15 @@
-"""Quality, layers, time and memory of the full model, of each speed, and of the paper's baselines."""
+"""Quality, layers, time and memory of the full model, of each speed, and of the paper's baseline."""
 
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..data.collator import batches_of
 from ..data.examples import merge_references, read_examples, subsample
@@ -30,10 +30,11 @@ from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule, choose_schedule
 from . import report
 from .divergence import divergence, loss_under
-from .early_exit import METHODS, calm, exits
 
 #: File in the output folder to which each finished row is appended; its first line holds the settings.
 ROWS = "rows.jsonl"
+#: Labels of the methods that an evaluation compares with the full model.
+METHODS = {"skipdecode": "SkipDecode", "multi_exit": "multi-layer exit"}
 #: Increase it when the keys of a row change.
 VERSION = 9
 
@@ -76,10 +77,11 @@ class Variant:
 
     key: str  #: Unique name of the row.
     checkpoint: Checkpoint
-    method: str  #: ``calm`` finds its threshold when it is measured.
+    method: str
     speedup: float  #: Target, in layers.
-    schedule: Schedule | None  #: Which layers run; None: all of them, or CALM.
+    schedule: Schedule | None  #: Which layers run; None: all of them.
     label: str  #: Name in tables.
+    depths_fixed: ClassVar[bool] = True  #: Whether depths do not depend on tokens, as one pass over a text needs.
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -87,6 +89,17 @@ class Variant:
         schedule = None if self.schedule is None else self.schedule.to_dict()
         fields = {"key": self.key, "method": self.method, "speedup": self.speedup, "schedule": schedule}
         return fields | {"model": self.checkpoint.fingerprint}
+
+    @contextmanager
+    def decoding(self, model: Any, horizon: int, generate: Callable[[Any], GenerationOutput]) -> Iterator[Any]:
+        """Context of the row's generation: its ``decoding``, and columns of its own. Other methods override it.
+
+        Args:
+            model: the variant's, loaded.
+            horizon: decode steps of the full model's longest text.
+            generate: generates some of the texts, to choose settings by.
+        """
+        yield self.schedule, {"schedule": self.schedule.to_dict()} if self.schedule else {}
 
 
 @dataclass(frozen=True)
@@ -150,13 +163,12 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
     for method in dict.fromkeys(config.methods or ["skipdecode" if by == "full" else by]):
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: give {', '.join(METHODS)}")
-        learned = by == ("multi_exit" if method == "calm" else method)
+        learned = by == method
         own = trained if learned else {}
         style = {"order": "bottom"} if method == "multi_exit" and not learned else {}
         for speedup in dict.fromkeys(speedups):
-            schedule = None if method == "calm" else choose_schedule(own, layers, speedup, **style)
-            known = learned and (speedup in trained or method == "calm")
-            label = METHODS[method] + ("" if known else ", untrained")
+            schedule = choose_schedule(own, layers, speedup, **style)
+            label = METHODS[method] + ("" if speedup in own else ", untrained")
             variants.append(Variant(f"{method}-{speedup:g}x", checkpoint, method, float(speedup), schedule, label))
     return variants
 
@@ -208,15 +220,10 @@ class _Evaluation:
 
         Each ratio is the full model's figure divided by the variant's.
         """
-        decoding: Decoding = variant.schedule
-        notes = {"schedule": variant.schedule.to_dict()} if variant.schedule else {}
         self.load(self.full.checkpoint)  # first, so that another variant's model gives way
         model = self.load(variant.checkpoint)
-        with exits(model) if variant.method == "calm" else nullcontext():
-            if variant.method == "calm":
-                some = subsample(self.examples, 2 * self.config.batch_size)
-                generate = partial(self._generate, variant, some)
-                decoding, notes = calm(model, variant.speedup, rows[0]["longest_steps"], generate)
+        some = partial(self._generate, variant, subsample(self.examples, 2 * self.config.batch_size))
+        with variant.decoding(model, rows[0]["longest_steps"] if rows else 1, some) as (decoding, notes):
             progress = self._counter(variant.key, -(-len(self.examples) // self.config.batch_size))
             output = self._generate(variant, self.examples, decoding, on_batch=progress)
             steps = rows[0]["timed_steps"] if rows else typical_steps(output.lengths)
@@ -283,7 +290,7 @@ class _Evaluation:
         found: dict[str, Any] = {"text_loss": round(loss_under(full, tokenizer, prompts, output.completions, size), 4)}
         schedule = variant.schedule or Schedule.full(variant.checkpoint.num_layers)
         # One pass does what decoding does if depths do not depend on tokens, and the prompt runs all layers.
-        if variant.method != "calm" and schedule.prompt_layers is None and not schedule.prompt_decay:
+        if variant.depths_fixed and schedule.prompt_layers is None and not schedule.prompt_decay:
             examples = [Example(prompt, (text,)) for prompt, text in zip(prompts, full_texts, strict=True)]
             batches = batches_of(examples, tokenizer, size, max_positions(model.config), model.device, as_written=True)
             prefilled = (PrefilledBatch(model, batch) for batch in batches)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from ..evaluation.early_exit import read_out
 from ..model.adapter import Adapter
 from ..model.config import num_layers
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
+from .read_out import read_out
 
 #: Positions whose logits are compared at a time.
 POSITIONS = 64

@@ -1,6 +1,6 @@
-"""The paper's baselines that exit before the last layer: multi-layer exit and CALM.
+"""CALM (Schuster et al., 2022), the paper's baseline in which each sequence exits on its own.
 
-Both exit at hidden states that :func:`read_out` turns into logits, so training averages the loss over all exits.
+It runs on a checkpoint that ``skipdecode train --method multi_exit`` trained.
 """
 
 from __future__ import annotations
@@ -16,18 +16,29 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import UnsupportedModel
-from ..generation.generate import end_token_ids
-from ..generation.stats import GenerationOutput
-from ..model.inspect import decoder_layers
+from skipdecode.errors import UnsupportedModel
+from skipdecode.evaluation.evaluate import Variant
+from skipdecode.generation.generate import end_token_ids
+from skipdecode.generation.stats import GenerationOutput
+from skipdecode.model.inspect import decoder_layers
+from skipdecode.training.read_out import ReadOut, read_out
 
-#: Labels of the methods that an evaluation compares with the full model.
-METHODS = {"skipdecode": "SkipDecode", "multi_exit": "multi-layer exit", "calm": "CALM"}
 #: Temperature of the decay of CALM's threshold, as in the SkipDecode paper.
 TAU = 4
 
-#: Maps hidden states (..., hidden size) to logits (..., vocabulary).
-ReadOut = Callable[[Tensor], Tensor]
+
+class CalmVariant(Variant):
+    """A row of an evaluation's table that :func:`calm` decodes; it has no schedule."""
+
+    depths_fixed = False
+
+    @contextmanager
+    def decoding(
+        self, model: PreTrainedModel, horizon: int, generate: Callable[[Any], GenerationOutput]
+    ) -> Iterator[tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]]:
+        """Context in which sequences exit on their own, at the threshold that was found for the target."""
+        with exits(model):
+            yield calm(model, self.speedup, horizon, generate)
 
 
 def calm(
@@ -164,33 +175,3 @@ def _run_layer(index: int, forward: Callable[..., Any], /, *args: Any, **kwargs:
     if index < len(cache.layers) - 1:
         cache.exited = cache.exited | cache.confident(output)
     return output
-
-
-@torch.no_grad()
-def read_out(model: nn.Module) -> ReadOut:
-    """Function from hidden states to logits: final norm, projection, LM head.
-
-    A trial pass records the modules that run after the last decoder layer. The model is in evaluation mode.
-
-    Raises UnsupportedModel if they do not yield the model's logits, because it does more, such as soft-capping.
-    """
-    last = decoder_layers(model)[-1]
-    tail: list[nn.Module] = []
-    seen: list[Tensor] = []
-
-    def record(module: nn.Module, args: Any, output: Any) -> None:
-        if module is last:
-            seen.append(output[0] if isinstance(output, tuple) else output)
-        elif seen and not any(module.children()):
-            tail.append(module)
-
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.enter_context(module.register_forward_hook(record))
-        ids = torch.arange(2, device=next(model.parameters()).device)[None]
-        logits = model(input_ids=ids, use_cache=False).logits
-    through = nn.Sequential(*tail)
-    recomputed = through(seen[0])
-    if recomputed.shape != logits.shape or not torch.allclose(recomputed, logits, rtol=1e-4, atol=1e-4):
-        raise UnsupportedModel(f"{type(model).__name__} does more than norm and LM head after its last layer")
-    return through
