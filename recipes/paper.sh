@@ -13,10 +13,12 @@ shopt -s inherit_errexit
 task=$1 data=$(realpath "$2") out=$(realpath -m "$3")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
-steps=${STEPS:-300} short=${SHORT:-50}
+steps=${STEPS:-300} last=${LAST_STEPS:-1500} short=${SHORT:-50}
+horizon=32 times=0
 case $task in
-cnn_dm) horizon=96 ;;
-*) horizon=32 ;;
+e2e) learned=trainset.csv reference=ref ;;
+reddit_tldr) learned=train.jsonl reference=summary ;;
+cnn_dm) learned=train_195.jsonl reference=highlights horizon=96 times=1 ;;
 esac
 falling=(--decay linear --bottom-layers 1 --horizon "$horizon") # the paper's form
 
@@ -74,10 +76,21 @@ if [ "$form" != linear-1 ]; then
     # shellcheck disable=SC2046
     row train "$chosen" "$rates" --speedups 1,2,3,4,5 $(form "$form")
 fi
-# And a last stage, longer, in this form: the full model's probabilities beside people's texts.
-# shellcheck disable=SC2046
-steps=${LAST_STEPS:-1500} start=$out/$chosen row train skipdecode-distilled "1e-4 3e-4 1e-3" \
-    --teacher "$out/full" --distill-weight 0.5 --speedups 1,2,3,4,5 $(form "$form")
+# And a last stage, longer, in this form: the full model's probabilities beside people's texts; then its own greedy
+# texts for the training inputs. These stand alone, or beside people's where inputs are few.
+# shellcheck disable=SC2207
+last_stage=(--teacher "$out/full" --distill-weight 0.5 --speedups 1,2,3,4,5 $(form "$form"))
+steps=$last start=$out/$chosen row train skipdecode-distilled "1e-4 3e-4 1e-3" "${last_stage[@]}"
+mkdir -p "$out/data"
+cp "$data"/*.* "$out/data"
+inputs=$data/$learned
+[ "$task" != e2e ] || { inputs=$out/inputs.csv && "$python" recipes/more_inputs.py "$data" "$inputs" 0; }
+[ -f "$out/own.jsonl" ] || "$skipdecode" generate "$out/full" --task "$task" --prompts "$inputs" --speedup 1 \
+    --batch-size 64 --output "$out/own.jsonl"
+"$python" recipes/own_texts.py "$data/$learned" "$out/own.jsonl" "$reference" "$out/data/$learned" "$times" 1
+rate=$("$python" recipes/best.py "$out/rates/skipdecode-distilled"@*)
+start=$out/skipdecode-distilled data=$out/data train skipdecode-own "$last" "$rate" 0 "${last_stage[@]}"
+rm -rf "$out/skipdecode-own"/checkpoint-*
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
     train "skipdecode-${speedup}x" "$steps" "$rate" 0 --speedups "$speedup" "${falling[@]}"
@@ -88,4 +101,5 @@ row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
     ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
-    "${also[@]}" "SkipDecode, distilled=$out/skipdecode-distilled" "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
+    "${also[@]}" "SkipDecode, distilled=$out/skipdecode-distilled" \
+    "SkipDecode, the full model's texts=$out/skipdecode-own" "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
