@@ -97,7 +97,7 @@ for speedup in 2 3 4 5; do
     rm -rf "$out/skipdecode-${speedup}x"/checkpoint-*
 done
 row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
-row distill adapter "5e-4 1.5e-3 5e-3" --speedups 2,3,4,5
+row distill adapter "5e-4 1.5e-3 5e-3 1.5e-2" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
     ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
