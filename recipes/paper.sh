@@ -6,7 +6,7 @@
 # target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
 # Each row's learning rate has the least validation loss of several after SHORT steps, at the highest speed. So has, for
 # SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
-# Sizes: STEPS, LAST_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation,
+# Sizes: STEPS, LAST_STEPS, OWN_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation,
 # such as --bf16 and --dtype bfloat16.
 set -euo pipefail
 shopt -s inherit_errexit
@@ -89,7 +89,7 @@ inputs=$data/$learned
     --batch-size 64 --output "$out/own.jsonl"
 "$python" recipes/own_texts.py "$data/$learned" "$out/own.jsonl" "$reference" "$out/data/$learned" "$times" 1
 rate=$("$python" recipes/best.py "$out/rates/skipdecode-distilled"@*)
-start=$out/skipdecode-distilled data=$out/data train skipdecode-own "$last" "$rate" 0 "${last_stage[@]}"
+start=$out/skipdecode-distilled data=$out/data train skipdecode-own "${OWN_STEPS:-$last}" "$rate" 0 "${last_stage[@]}"
 rm -rf "$out/skipdecode-own"/checkpoint-*
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
