@@ -88,8 +88,8 @@ inputs=$data/$learned
 [ -f "$out/own.jsonl" ] || "$skipdecode" generate "$out/full" --task "$task" --prompts "$inputs" --speedup 1 \
     --batch-size 64 --output "$out/own.jsonl"
 "$python" recipes/own_texts.py "$data/$learned" "$out/own.jsonl" "$reference" "$out/data/$learned" "$times" 1
-rate=$("$python" recipes/best.py "$out/rates/skipdecode-distilled"@*)
-start=$out/skipdecode-distilled data=$out/data train skipdecode-own "${OWN_STEPS:-$last}" "$rate" 0 "${last_stage[@]}"
+last_rate=$("$python" recipes/best.py "$out/rates/skipdecode-distilled"@*)
+start=$out/skipdecode-distilled data=$out/data train skipdecode-own "${OWN_STEPS:-$last}" "$last_rate" 0 "${last_stage[@]}"
 rm -rf "$out/skipdecode-own"/checkpoint-*
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
@@ -97,9 +97,13 @@ for speedup in 2 3 4 5; do
     rm -rf "$out/skipdecode-${speedup}x"/checkpoint-*
 done
 row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
+start=$out/multi_exit data=$out/data train multi_exit-own "${OWN_STEPS:-$last}" "$last_rate" 0 --speedups 2,3,4,5 \
+    --method multi_exit
+rm -rf "$out/multi_exit-own"/checkpoint-*
 row distill adapter "5e-4 1.5e-3 5e-3 1.5e-2" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
     ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
     "${also[@]}" "SkipDecode, distilled=$out/skipdecode-distilled" \
-    "SkipDecode, the full model's texts=$out/skipdecode-own" "multi_exit=$out/multi_exit" "calm=$out/multi_exit" "adapter=$out/adapter"
+    "SkipDecode, the full model's texts=$out/skipdecode-own" "adapter=$out/adapter" \
+    "multi_exit=$out/multi_exit" "multi-layer exit, the full model's texts=$out/multi_exit-own" "calm=$out/multi_exit-own"

@@ -251,9 +251,11 @@ def paper(folder: str) -> None:
         low, high = row[f"{name}_interval"]
         return f"{row[name]:.1f}" + (f" ({low:+.1f} to {high:+.1f})" if row["target"] > 1 else "")
 
+    rows = read(folder)["rows"]
+    first = {row["label"]: row for row in reversed(rows)}  # a label stands in the first of its rows
     lines = [
         (
-            row["label"],
+            row["label"] if first[row["label"]] is row else "",
             speed(row),
             f"{row['step_layers']:.1f}",
             *(score(row, name) for name in ("bleu", "rouge_l")),
@@ -261,7 +263,7 @@ def paper(folder: str) -> None:
             ratio(row, "job_clock_ratio"),
             f"{row['peak_kv_bytes'] / 1e6:.0f} MB",
         )
-        for row in read(folder)["rows"]
+        for row in rows
     ]
     show(("", "target", "layers", "BLEU", "ROUGE-L", "decoding", "end to end", "peak KV"), lines)
     note(folder, "../")
