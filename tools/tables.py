@@ -270,6 +270,16 @@ def paper(folder: str) -> None:
     print("In brackets: 95% interval of the difference from the full model. Layers: of a batch's step.")
 
 
+def calm(folder: str) -> None:
+    """Print what CALM reached for one target, on multi-layer exit after each of its stages."""
+    lines = []
+    for name, label in (("calm", "multi-layer exit"), ("calm-own", "the same, the full model's texts")):
+        row = json.loads((RESULTS / folder / f"{name}-2x.json").read_text(encoding="utf-8"))
+        ratios = (ratio(row, key) for key in ("token_layer_ratio", "step_layer_ratio", "step_clock_ratio"))
+        lines.append((label, *ratios, f"{row['bleu']:.1f}", f"{row['rouge_l']:.1f}"))
+    show(("CALM on", "fewer layers a token", "a batch", "decoding", "BLEU", "ROUGE-L"), lines)
+
+
 def forms(folder: str) -> None:
     """Print validation losses of each speed, for each form of schedules that was tried."""
     found: dict[str, dict[str, float]] = {}
