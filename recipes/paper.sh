@@ -4,16 +4,17 @@
 #
 # Rows, from one start, with the same data, order, steps and tokens: all layers; SkipDecode with one model for each
 # target, as in the paper, and with one for all; multi-layer exit, and CALM on it; an adapter on the fine-tuned model.
+# Two later stages follow for SkipDecode, and the second, in as much time, for multi-layer exit.
 # Each row's learning rate has the least validation loss of several after SHORT steps, at the highest speed. So has, for
 # SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
-# Sizes: STEPS, LAST_STEPS, OWN_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the evaluation,
-# such as --bf16 and --dtype bfloat16.
+# Sizes: STEPS, LAST_STEPS, OWN_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the
+# evaluation, such as --bf16 and --dtype bfloat16.
 set -euo pipefail
 shopt -s inherit_errexit
 task=$1 data=$(realpath "$2") out=$(realpath -m "$3")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
-steps=${STEPS:-300} last=${LAST_STEPS:-1500} short=${SHORT:-50}
+steps=${STEPS:-300} last=${LAST_STEPS:-1500} own=${OWN_STEPS:-${LAST_STEPS:-1500}} short=${SHORT:-50}
 horizon=32 times=0
 case $task in
 e2e) learned=trainset.csv reference=ref ;;
@@ -27,7 +28,8 @@ run() { # COMMAND NAME MAX_STEPS RATE EVAL_STEPS OPTIONS…
     mkdir -p "$out/$2"
     { cat "$out/$1.yaml" && echo "eval_steps: $5"; } > "$out/$2/options.yaml" # distill has no option for it
     "$skipdecode" "$1" "${@:6}" --output "$out/$2" --config "$out/$2/options.yaml" --max-steps "$3" --learning-rate "$4" \
-        --batch-size "${BATCH:-8}" ${EXTRA:-} && touch "$out/$2/done"
+        --batch-size "${BATCH:-8}" ${EXTRA:-} && touch "$out/$2/done" &&
+        rm -rf "$out/$2"/checkpoint-*/{model,optimizer}.*
 }
 train() { run train "$1" "$2" "$3" "$4" "${start:-$out/base}" --data "$data" "${@:5}"; }
 distill() { # texts are written once
@@ -38,7 +40,7 @@ distill() { # texts are written once
 }
 attempt() { # train|distill NAME RATE OPTIONS…: keeps the losses; 2 is the exit status of a loss that is not finite
     "$1" "$2" "$short" "$3" "$short" "${@:4}" >&2 || [ $? = 2 ]
-    rm -rf "$out/$2"/{*.safetensors,checkpoint-*/{model,optimizer}.*}
+    rm -rf "$out/$2"/{*.safetensors,checkpoint-*/{model,optimizer}.*} # the latter where a run failed
 }
 best() { # train|distill NAME RATES OPTIONS…: prints the rate
     for rate in $3; do
@@ -54,7 +56,6 @@ row() { # train|distill NAME RATES OPTIONS…
     local rate
     rate=$(best "$@")
     "$1" "$2" "$steps" "$rate" 0 "${@:4}"
-    rm -rf "$out/$2"/checkpoint-*
 }
 
 mkdir -p "$out"
@@ -89,17 +90,15 @@ inputs=$data/$learned
     --batch-size 64 --output "$out/own.jsonl"
 "$python" recipes/own_texts.py "$data/$learned" "$out/own.jsonl" "$reference" "$out/data/$learned" "$times" 1
 last_rate=$("$python" recipes/best.py "$out/rates/skipdecode-distilled"@*)
-start=$out/skipdecode-distilled data=$out/data train skipdecode-own "${OWN_STEPS:-$last}" "$last_rate" 0 "${last_stage[@]}"
-rm -rf "$out/skipdecode-own"/checkpoint-*
+start=$out/skipdecode-distilled data=$out/data train skipdecode-own "$own" "$last_rate" 0 "${last_stage[@]}"
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
 for speedup in 2 3 4 5; do
     train "skipdecode-${speedup}x" "$steps" "$rate" 0 --speedups "$speedup" "${falling[@]}"
-    rm -rf "$out/skipdecode-${speedup}x"/checkpoint-*
 done
 row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
-start=$out/multi_exit data=$out/data train multi_exit-own "${OWN_STEPS:-$last}" "$last_rate" 0 --speedups 2,3,4,5 \
+# Half as many steps: one, with a loss at every exit, takes twice as long.
+start=$out/multi_exit data=$out/data train multi_exit-own $((own / 2)) "$last_rate" 0 --speedups 2,3,4,5 \
     --method multi_exit
-rm -rf "$out/multi_exit-own"/checkpoint-*
 row distill adapter "5e-4 1.5e-3 5e-3 1.5e-2" --speedups 2,3,4,5
 "$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
     ${EVALUATION:-} \
