@@ -7,14 +7,16 @@
 # Two later stages follow for SkipDecode, and the second, in as much time, for multi-layer exit.
 # Each row's learning rate has the least validation loss of several after SHORT steps, at the highest speed. So has, for
 # SkipDecode, the form of its schedules: decay and bottom layers. The test set is read at the end.
-# Sizes: STEPS, LAST_STEPS, OWN_STEPS, SHORT, BATCH, TEXTS. EXTRA, EVALUATION: further options of every run, and of the
-# evaluation, such as --bf16 and --dtype bfloat16.
+# Sizes: STEPS, LAST_STEPS, OWN_STEPS, SHORT, BATCH, TEXTS, EVAL_SAMPLES. Fewer choices: SPEEDS, RATES, FORMS.
+# EXTRA, EVALUATION: further options of every run, and of the evaluation, such as --bf16 and --dtype bfloat16.
 set -euo pipefail
 shopt -s inherit_errexit
 task=$1 data=$(realpath "$2") out=$(realpath -m "$3")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
 steps=${STEPS:-300} last=${LAST_STEPS:-1500} own=${OWN_STEPS:-${LAST_STEPS:-1500}} short=${SHORT:-50}
+speeds=${SPEEDS:-2,3,4,5} rates=${RATES:-3e-5 1e-4 3e-4 1e-3 3e-3 1e-2}
+forms=${FORMS:-$(echo {linear,power,constant}-{1,5,8})}
 horizon=32 times=0
 case $task in
 e2e) learned=trainset.csv reference=ref ;;
@@ -59,28 +61,28 @@ row() { # train|distill NAME RATES OPTIONS…
 }
 
 mkdir -p "$out"
-printf '%s\n' "task: $task" "max_eval_samples: 100" "save_steps: 25" "save_total_limit: 1" > "$out/distill.yaml"
+printf '%s\n' "task: $task" "max_eval_samples: ${EVAL_SAMPLES:-100}" "save_steps: 25" "save_total_limit: 1" \
+    > "$out/distill.yaml"
 { cat "$out/distill.yaml" && echo "exit_share: 0.2"; } > "$out/train.yaml" # of multi-layer exit alone
 [ -f "$out/base/tokenizer.json" ] || "$python" recipes/smollm2.py "$out/base"
-rates="3e-5 1e-4 3e-4 1e-3 3e-3 1e-2"
 row train full "$rates" --speedups 1
-row train skipdecode "$rates" --speedups 1,2,3,4,5 "${falling[@]}"
-rate=$(best train skipdecode "$rates" --speedups 1,2,3,4,5 "${falling[@]}")
-for form in {linear,power,constant}-{1,5,8}; do
+row train skipdecode "$rates" --speedups "1,$speeds" "${falling[@]}"
+rate=$(best train skipdecode "$rates" --speedups "1,$speeds" "${falling[@]}")
+for form in $forms; do
     # shellcheck disable=SC2046 # options are words
-    attempt train "forms/skipdecode@$form" "$rate" --speedups 1,2,3,4,5 $(form "$form")
+    attempt train "forms/skipdecode@$form" "$rate" --speedups "1,$speeds" $(form "$form")
 done
 form=$("$python" recipes/best.py "$out/forms/skipdecode"@*)
 chosen=skipdecode also=()
 if [ "$form" != linear-1 ]; then
     chosen=skipdecode-form also=("SkipDecode, ${form%-*} depth, ${form#*-} bottom layers=$out/skipdecode-form")
     # shellcheck disable=SC2046
-    row train "$chosen" "$rates" --speedups 1,2,3,4,5 $(form "$form")
+    row train "$chosen" "$rates" --speedups "1,$speeds" $(form "$form")
 fi
 # And a last stage, longer, in this form: the full model's probabilities beside people's texts; then its own greedy
 # texts for the training inputs. These stand alone, or beside people's where inputs are few.
 # shellcheck disable=SC2207
-last_stage=(--teacher "$out/full" --distill-weight 0.5 --speedups 1,2,3,4,5 $(form "$form"))
+last_stage=(--teacher "$out/full" --distill-weight 0.5 --speedups "1,$speeds" $(form "$form"))
 steps=$last start=$out/$chosen row train skipdecode-distilled "1e-4 3e-4 1e-3" "${last_stage[@]}"
 mkdir -p "$out/data"
 cp "$data"/*.* "$out/data"
@@ -92,15 +94,15 @@ inputs=$data/$learned
 last_rate=$("$python" recipes/best.py "$out/rates/skipdecode-distilled"@*)
 start=$out/skipdecode-distilled data=$out/data train skipdecode-own "$own" "$last_rate" 0 "${last_stage[@]}"
 rate=$(best train skipdecode-3x "$rates" --speedups 3 "${falling[@]}")
-for speedup in 2 3 4 5; do
+for speedup in ${speeds//,/ }; do
     train "skipdecode-${speedup}x" "$steps" "$rate" 0 --speedups "$speedup" "${falling[@]}"
 done
-row train multi_exit "$rates" --speedups 2,3,4,5 --method multi_exit
+row train multi_exit "$rates" --speedups "$speeds" --method multi_exit
 # Half as many steps: one, with a loss at every exit, takes twice as long.
-start=$out/multi_exit data=$out/data train multi_exit-own $((own / 2)) "$last_rate" 0 --speedups 2,3,4,5 \
+start=$out/multi_exit data=$out/data train multi_exit-own $((own / 2)) "$last_rate" 0 --speedups "$speeds" \
     --method multi_exit
-row distill adapter "5e-4 1.5e-3 5e-3 1.5e-2" --speedups 2,3,4,5
-"$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups 2,3,4,5 --output "$out/table" \
+row distill adapter "5e-4 1.5e-3 5e-3 1.5e-2" --speedups "$speeds"
+"$python" experiments/compare.py "$out/full" --task "$task" --data "$data" --speedups "$speeds" --output "$out/table" \
     ${EVALUATION:-} \
     "SkipDecode, a model for each=$out/skipdecode-{speedup}x" "skipdecode=$out/skipdecode" \
     "${also[@]}" "SkipDecode, distilled=$out/skipdecode-distilled" \
