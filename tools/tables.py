@@ -122,15 +122,15 @@ def tokens(folder: str = "gpu_distill") -> None:
 
 
 def lora() -> None:
-    """Print KL of three speeds after they learned LoRA together, and after one learned it alone."""
+    """Print KL of three speeds on questions before and after they learned LoRA together, and after one did alone."""
     found = json.loads((RESULTS / "lora.json").read_text(encoding="utf-8"))
     names = ("1.25x", "1.5x", "2x")
     runs = {"nothing": found["together"]["divergence"][0]}
-    runs |= {way: found[way]["divergence"][1] for way in ("together", "1.25x alone")}
+    runs |= {way: found[way]["divergence"][1] for way in found if way != "about"}
     lines = []
     for way, row in runs.items():
         count = found[way]["losses"][-1]["text_tokens"] if way in found else 0
-        lines.append((way, f"{count / 1e6:.2f}", *(f"{row[f'held-out {name}'][0]:.3f}" for name in names)))
+        lines.append((way, f"{count / 1e6:.2f}", *(f"{row[f'questions {name}'][0]:.3f}" for name in names)))
     show(("learned", "million tokens", *names), lines)
     print(f"{found['about']['machine']}.")
 
