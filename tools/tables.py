@@ -271,13 +271,14 @@ def paper(folder: str) -> None:
 
 
 def calm(folder: str) -> None:
-    """Print what CALM reached for one target, on multi-layer exit after each of its stages."""
+    """Print what CALM reached for each target, on multi-layer exit after each of its stages."""
     lines = []
     for name, label in (("calm", "multi-layer exit"), ("calm-own", "the same, the full model's texts")):
-        row = json.loads((RESULTS / folder / f"{name}-2x.json").read_text(encoding="utf-8"))
-        ratios = (ratio(row, key) for key in ("token_layer_ratio", "step_layer_ratio", "step_clock_ratio"))
-        lines.append((label, *ratios, f"{row['bleu']:.1f}", f"{row['rouge_l']:.1f}"))
-    show(("CALM on", "fewer layers a token", "a batch", "decoding", "BLEU", "ROUGE-L"), lines)
+        for file in sorted((RESULTS / folder).glob(f"{name}-[0-9]*x.json")):
+            row = json.loads(file.read_text(encoding="utf-8"))
+            ratios = (ratio(row, key) for key in ("token_layer_ratio", "step_layer_ratio", "step_clock_ratio"))
+            lines.append((label, speed(row), *ratios, f"{row['bleu']:.1f}", f"{row['rouge_l']:.1f}"))
+    show(("CALM on", "target", "fewer layers a token", "a batch", "decoding", "BLEU", "ROUGE-L"), lines)
 
 
 def forms(folder: str) -> None:
